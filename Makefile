@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# Each target does what it needs first: `make serve` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.cedar-setup
+
+HTTP_PORT    ?= 8000
+GRPC_PORT    ?= 8001
+METRICS_PORT ?= 8002
+MODEL        ?=
+SERVE_ARGS   ?=
+TEST_ARGS    ?=
+
+.PHONY: setup serve test bench lint format clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## virtual environment, dependencies, protocol code, embedded model
+
+$(STAMP): pyproject.toml client/pyproject.toml requirements/constraints.txt protos/cedar/v1/engine.proto scripts/setup.sh
+	PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
+	@touch $@
+
+serve: $(STAMP) ## tritonserver with the engine, in the foreground: MODEL=dir HTTP_PORT= GRPC_PORT= METRICS_PORT= SERVE_ARGS=
+	$(BIN)/cedar serve $(if $(MODEL),--model "$(MODEL)") --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(SERVE_ARGS)
+
+test: $(STAMP) ## every test that needs no GPU: TEST_ARGS="-m 'not slow'"
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+bench: $(STAMP) ## time to first token and tokens/s of a streamed completion, measured through Triton
+	$(BIN)/cedar bench
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy backend/cedar client/cedar_client
+
+format: $(STAMP) ## ruff format
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean: ## remove the virtual environment and build output
+	rm -rf $(VENV) build dist backend/cedar/v1
