@@ -183,5 +183,3 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
     except (TypeError, ValueError):
         allowed = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
         raise invalid(name, f"is {value!r}", allowed) from None
-
-
