@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Each target does what it needs first: `make serve` and `make test` work on a fresh clone.
-PYTHON ?= python3
+PYTHON ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.cedar-setup
@@ -20,21 +20,21 @@ help: ## this list
 
 setup: $(STAMP) ## virtual environment, dependencies, protocol code, embedded model
 
-$(STAMP): pyproject.toml client/pyproject.toml requirements/constraints.txt protos/cedar/v1/engine.proto scripts/setup.sh
+$(STAMP): pyproject.toml setup.py client/pyproject.toml requirements/constraints.txt protos/cedar/v1/engine.proto scripts/setup.sh
 	PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
 	@touch $@
 
 serve: $(STAMP) ## tritonserver with the engine, in the foreground: MODEL=dir HTTP_PORT= GRPC_PORT= METRICS_PORT= SERVE_ARGS=
 	$(BIN)/cedar serve $(if $(MODEL),--model "$(MODEL)") --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(SERVE_ARGS)
 
-test: $(STAMP) ## every test that needs no GPU: TEST_ARGS="-m 'not slow'"
-	$(BIN)/python -m pytest $(TEST_ARGS)
+test: $(STAMP) ## every test that needs no GPU, fast ones first: TEST_ARGS="tests/cache -x"
+	VENV="$(VENV)" bash scripts/test.sh $(TEST_ARGS)
 
 bench: $(STAMP) ## time to first token and tokens/s of a streamed completion, measured through Triton
-	$(BIN)/cedar bench
+	$(BIN)/cedar bench --output perf/results/cpu_bench.json
 
 lint: $(STAMP) ## ruff and mypy
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy backend/cedar client/cedar_client
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy backend/cedar client/cedar_client perf
 
 format: $(STAMP) ## ruff format
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

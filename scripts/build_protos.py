@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate backend/cedar/v1 (messages, service stubs and their type stubs) from protos/. Run by `make setup` and the wheel build."""
+"""Generate backend/cedar/v1 (messages, service stubs, type stubs) from protos/. Run by `make setup` and the wheel build."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,16 +13,23 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def _plugin(name: str) -> str:
+    """Beside the interpreter (a virtual environment that is not activated), else on PATH (an isolated wheel build)."""
+    found = shutil.which(name, path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+    if found is None:
+        raise SystemExit(f"build_protos: {name} not found; install mypy-protobuf")
+    return found
+
+
 def main() -> int:
     """Run protoc with the grpc and mypy plugins; returns its exit status."""
     out = ROOT / "backend"
     (out / "cedar" / "v1").mkdir(parents=True, exist_ok=True)
-    plugins = Path(sys.executable).parent
     arguments = [
         "protoc",
         f"--proto_path={ROOT / 'protos'}",
-        f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
-        f"--plugin=protoc-gen-mypy_grpc={plugins / 'protoc-gen-mypy_grpc'}",
+        f"--plugin=protoc-gen-mypy={_plugin('protoc-gen-mypy')}",
+        f"--plugin=protoc-gen-mypy_grpc={_plugin('protoc-gen-mypy_grpc')}",
         f"--python_out={out}",
         f"--grpc_python_out={out}",
         f"--mypy_out={out}",
