@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cedar inspect`: what a checkpoint is, what it costs to serve, and whether it is complete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cedar.config.presets import PRESETS, preset
+from cedar.errors import CedarError, ErrorCode, invalid
+
+if TYPE_CHECKING:
+    from cedar.config.model import ModelConfig
+
+NUMERICS = {
+    "weights": "FP8 E4M3 in 32x32 tiles, routed experts MXFP4 in rows of 32; the CPU path dequantises them, exactly",
+    "caches": "FP8 window KV, FP4 global KV, MXFP4 index keys and queries: part of the model (--fake-quant, on)",
+    "activations": "FP8 inputs of quantised linears: a speed option (--act-quant, off)",
+    "always float32": "mHC coefficients and mixing, norms, RoPE, softmax, gate, SwiGLU, Engram gate, logits",
+}
+
+
+def command(
+    directory: Annotated[Path | None, typer.Argument(help="Checkpoint directory.")] = None,
+    preset_name: Annotated[str, typer.Option("--preset", help=f"A configuration without weights: {' | '.join(PRESETS)}")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Tell what a checkpoint is: configuration, layer schedule, bytes by part, KV bytes per token, completeness."""
+    from cedar.config.model import ModelConfig
+
+    if (directory is None) == (not preset_name):
+        raise invalid("DIRECTORY", "give a checkpoint directory or --preset", "one of the two")
+    config = ModelConfig.from_dict(preset(preset_name)) if directory is None else ModelConfig.load(directory)
+    report = describe(config)
+    failure: CedarError | None = None
+    if directory is None:
+        report["check"] = _self_check(config, preset_name)
+    else:
+        try:
+            report["check"] = _verify(directory)
+        except CedarError as error:
+            failure = error
+            report["check"] = {"complete": False, "problems": error.message.splitlines()[1:]}
+    if as_json:
+        typer.echo(json.dumps({"name": str(directory or preset_name), **report}))
+    else:
+        _print(str(directory or preset_name), report)
+    if failure is not None:
+        raise failure
+
+
+def describe(config: ModelConfig) -> dict[str, Any]:
+    """Everything that follows from the configuration alone, ready for JSON."""
+    from cedar.model.layout import expected_tensors
+
+    parts: dict[str, dict[str, int]] = {}
+    for spec in expected_tensors(config).values():
+        part = parts.setdefault(spec.part, {"tensors": 0, "bytes": 0})
+        part["tensors"] += 1
+        part["bytes"] += spec.nbytes
+    names = ("index", "ratio", "mode", "kv_source", "index_source", "candidate_source", "uses_candidates", "engram")
+    return {
+        "config": config.model_dump(),
+        "cut": config.cut,
+        "layers": [{name: getattr(layer, name) for name in names} for layer in config.layers],
+        "parts": parts,
+        "kv_bytes_per_token": config.kv_bytes_per_token,
+        "window_bytes_per_sequence": config.window_bytes_per_sequence,
+        "numerics": NUMERICS,
+    }
+
+
+def _verify(directory: Path) -> dict[str, Any]:
+    from cedar.model.checkpoint import CheckpointReader
+
+    reader = CheckpointReader(directory)
+    result = reader.verify()
+    return {
+        "complete": True,
+        "shards": len(reader.shards),
+        "text_tensors": result.text_tensors,
+        "text_bytes": result.text_bytes,
+        "skipped": {part: {"tensors": count, "bytes": size} for part, (count, size) in result.skipped.items()},
+    }
+
+
+def _self_check(config: ModelConfig, name: str) -> dict[str, Any]:
+    """No weights here: count what a complete checkpoint holds, and hold the release's count against the published one."""
+    from cedar.model.layout import RELEASE_TENSORS, count_tensors
+
+    count = count_tensors(config)
+    if name == "release" and count != RELEASE_TENSORS:
+        raise CedarError(ErrorCode.INTERNAL, f"the release has {RELEASE_TENSORS} tensors, this layout gives {count}")
+    return {"complete": None, "tensors": count}
+
+
+def _print(name: str, report: Mapping[str, Any]) -> None:
+    console = Console()
+    config = report["config"]
+    console.print(f"[bold]{name}[/]", highlight=False)
+    rows = {key: value for key, value in config.items() if not isinstance(value, dict | tuple)}
+    console.print(_pairs("Configuration", rows))
+    schedule = Table(title=f"Layer schedule (encoder 0-{report['cut'] - 1}, decoder from {report['cut']})")
+    for heading in ("layers", "ratio", "mode", "KV of", "selection of", ""):
+        schedule.add_column(heading)
+    for row in _runs(report["layers"]):
+        schedule.add_row(*row)
+    console.print(schedule)
+    parts = Table(title="Checkpoint by part")
+    for heading in ("part", "tensors", "bytes"):
+        parts.add_column(heading, justify="left" if heading == "part" else "right")
+    for part, size in report["parts"].items():
+        parts.add_row(part, f"{size['tensors']:,}", _bytes(size["bytes"]))
+    totals = [sum(size[key] for size in report["parts"].values()) for key in ("tensors", "bytes")]
+    parts.add_row("all", f"{totals[0]:,}", _bytes(totals[1]), style="bold")
+    console.print(parts)
+    length = config["max_position_embeddings"]
+    memory = {
+        "global KV per token": f"{report['kv_bytes_per_token']:g} B",
+        f"global KV of {length:,} tokens": _bytes(round(report["kv_bytes_per_token"] * length)),
+        f"windows per sequence ({config['sliding_window']} tokens a layer)": _bytes(report["window_bytes_per_sequence"]),
+    }
+    console.print(_pairs("Memory of a sequence (packed caches)", memory))
+    console.print(_pairs("Numerics", report["numerics"]))
+    console.print(_verdict(report["check"]), highlight=False)
+
+
+def _pairs(title: str, rows: Mapping[str, Any]) -> Table:
+    table = Table(title=title, show_header=False)
+    for key, value in rows.items():
+        table.add_row(key, str(value))
+    return table
+
+
+def _runs(layers: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Neighbouring layers that do the same as one row."""
+    rows: list[tuple[int, int, tuple[str, ...]]] = []
+    for layer in layers:
+        index = layer["index"]
+        notes = {"candidate_source": "candidate source", "uses_candidates": "inside candidates", "engram": "Engram"}
+        sources = ["-" if layer[key] is None else str(layer[key]) for key in ("kv_source", "index_source")]
+        note = ", ".join(text for key, text in notes.items() if layer[key])
+        row = (str(layer["ratio"]), str(layer["mode"]), *sources, note)
+        if rows and rows[-1][2] == row:
+            rows[-1] = (rows[-1][0], index, row)
+        else:
+            rows.append((index, index, row))
+    return [(str(first) if first == last else f"{first}-{last}", *row) for first, last, row in rows]
+
+
+def _verdict(check: Mapping[str, Any]) -> str:
+    if check["complete"] is None:
+        return f"A complete checkpoint has {check['tensors']:,} tensors."
+    if not check["complete"]:
+        return "[bold red]Not a complete checkpoint.[/]"
+    skipped = "".join(f"; {part} {size['tensors']:,} tensors, not served" for part, size in check["skipped"].items())
+    return f"[bold green]Complete[/]: {check['text_tensors']:,} text tensors, {_bytes(check['text_bytes'])}{skipped}."
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size} B"

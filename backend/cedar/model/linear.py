@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears of the checkpoint's dense formats. No biases; weights are [out, in]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from cedar.model.quantize import dequantize_fp8_tiles, fq8
+
+Reader = Callable[[str], Tensor]
+"""A checkpoint's tensor by its released name: E4M3 as float8_e4m3fn, UE8M0 and packed FP4 as uint8, others as they are.
+
+The tensor may be a view of a memory-mapped file: copy it, or keep it and never write to it.
+"""
+
+
+class Linear(nn.Module):
+    """y = x W^T, with the weight kept dequantised in ``dtype`` (exact in bfloat16 and float32).
+
+    fp8: the checkpoint holds E4M3 with a UE8M0 scale per 32x32 tile; otherwise BF16 or F32.
+    act_quant: round the input to MXFP8 first, as the FP8 kernels do (fp8 linears only; `cedar.model.quantize.fq8`).
+    """
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, *, fp8: bool, act_quant: bool = False) -> None:
+        super().__init__()
+        self.fp8 = fp8
+        self.act_quant = act_quant and fp8
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in], of the weight's dtype -> [..., out]."""
+        return nn.functional.linear(fq8(x) if self.act_quant else x, self.weight)
+
+    def load(self, read: Reader, prefix: str) -> None:
+        """Takes ``<prefix>.weight`` and, for fp8, ``<prefix>.scale``."""
+        load_dense(read, prefix, self.weight, fp8=self.fp8)
+
+
+def load_dense(read: Reader, prefix: str, out: Tensor, *, fp8: bool) -> None:
+    """Fill ``out`` [out, in] with a dense weight of the checkpoint; no other buffer of that size is made."""
+    weight = read(f"{prefix}.weight")
+    if fp8:
+        dequantize_fp8_tiles(weight, read(f"{prefix}.scale"), out.dtype, out=out)
+    else:
+        out.copy_(weight)
