@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_triton import FakeTriton, two_words
+
+README = Path(__file__).parents[2] / "client" / "README.md"
+
+
+def test_examples_of_the_readme_run_as_written(server: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    server.scripts["Once upon a time"] = two_words
+    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks:
+        exec(compile(block.replace("localhost:8001", server.url), str(README), "exec"), namespace)
+    namespace["client"].close()
+    assert len(blocks) == 6
+    assert "Hello worldstop 7 4" in capsys.readouterr().out
+    assert namespace["texts"] == ["Hello world"] * 8
