@@ -7,12 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from cedar.text.tokenizer import Tokenizer, load_tokenizer
-
-settings.register_profile("cedar", deadline=None)  # a shared machine's clock proves nothing
-settings.load_profile("cedar")
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 CONTROLS = {

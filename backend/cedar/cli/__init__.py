@@ -7,6 +7,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from cedar.cli import bench, cache, chat, generate, inspect, make_tiny, score, serve
 from cedar.errors import CedarError
@@ -28,5 +29,6 @@ def main() -> None:
     try:
         app()
     except CedarError as error:
-        Console(stderr=True).print(f"[bold red]cedar:[/] {error}", highlight=False)
+        # the message may quote the user's brackets, which are not ours to interpret; a line must stay one line in a log
+        Console(stderr=True).print(Text("cedar: ", style="bold red").append(str(error), style="default"), soft_wrap=True)
         sys.exit(2)

@@ -168,15 +168,7 @@ def load_engine(config: EngineConfig, service: EngineService, metrics: EngineMet
 
     runner = ModelRunner.load(config, progress)
     tokenizer = load_tokenizer(config.model)
-    model = runner.config
-    after_cut = model.num_hidden_layers - 1 - model.cut
-    facts = ModelFacts(
-        eos_token_id=model.eos_token_id,
-        num_valid_ids=min(len(tokenizer), runner.vocab_size),
-        window=model.sliding_window,
-        halo=model.sliding_window + max(0, after_cut - 1) * (model.sliding_window - 1),
-        image_token_id=model.image_token_id,
-    )
+    facts = ModelFacts.of(runner.config, len(tokenizer))
     engine = EngineThread(Engine(runner, config, facts, tokenizer=tokenizer, recorder=metrics), service.hub.publish)
     engine.start()
     log.info(
