@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cedar.model.linear import Linear, load_dense
-from cedar.model.norm import RMSNorm, rms_norm
+from cedar.model.norm import RMSNorm
 from cedar.model.quantize import dequantize_fp8_tiles, fq8, quantize_fp8_tiles
+from cedar.ops.norm import rms_norm
 
 
 def stored(rows: int, cols: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -11,7 +11,8 @@ import torch
 
 from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
-from cedar.model.rope import RopeTable, rope_frequencies, rotate
+from cedar.model.rope import RopeTable, rope_frequencies
+from cedar.ops.rope import rotate
 
 KINDS = [("plain", False), ("yarn", True)]
 RELEASE = ModelConfig.from_dict(preset("release"))

@@ -148,4 +148,4 @@ class Engram(nn.Module):
         self.table = read(f"{prefix}.embed.weight").view(torch.uint8)
         self.table_scale = read(f"{prefix}.embed.scale")
         self.wkv.load(read, f"{prefix}.wkv")
-        torch.mul(read(f"{prefix}.q_weight").float(), read(f"{prefix}.k_weight").float(), out=self.qk_weight)
+        self.qk_weight.copy_(read(f"{prefix}.q_weight").float() * read(f"{prefix}.k_weight").float())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, the only normalisation of the model."""
+"""RMSNorm with a weight of the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cedar.model.linear import Reader
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, in float32, cast back. weight: float32 [d]."""
-    return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+from cedar.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):

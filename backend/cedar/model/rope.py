@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding on the last ``qk_rope_head_dim`` dimensions, interleaved pairs, plain or YaRN frequencies."""
+"""Angles of the rotary position embedding: plain or YaRN frequencies. `cedar.ops.rope.rotate` applies them."""
 
 from __future__ import annotations
 
@@ -48,19 +48,3 @@ class RopeTable:
         """Integer positions [T] -> (cos, sin), float32 [T, dr/2]. The angle is float32(position) * float32(frequency)."""
         angles = positions.to(torch.float32)[:, None] * self.frequencies
         return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the pairs (2i, 2i+1) of the last dr dimensions of x [T, ..., d] by the angles of its row.
-
-    cos, sin: float32 [T, dr/2]. Computed in float32, returned in x's dtype; the other dimensions pass through.
-    """
-    pairs = cos.shape[-1]
-    turn = torch.complex(cos, -sin if inverse else sin).view(-1, *[1] * (x.dim() - 2), pairs)
-    out = x.clone(memory_format=torch.contiguous_format)
-    tail = out[..., -2 * pairs :]
-    rotated = tail.float().view(*x.shape[:-1], pairs, 2)  # of float32, a view: the product lands in ``out``
-    torch.view_as_complex(rotated).mul_(turn)
-    if x.dtype != torch.float32:
-        tail.copy_(rotated.flatten(-2))
-    return out

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RowPlan`: every index tensor that the layers of one ragged batch need, computed once per step on the host.
+
+A batch is a list of segments: consecutive positions of one sequence each. Rows are the segments' positions laid end to end,
+so nothing is padded to the longest sequence and no layer loops over sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cedar.cache.store import Int64Array, SequenceBlocks
+from cedar.config.model import ModelConfig
+
+BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
+
+TILE_ELEMENTS = 1 << 23
+"""float32 elements that one tile of index scores or gathered keys may hold (32 MiB)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows [start, start + count) of one sequence.
+
+    window_floor: no window key below this position is visible (replay start, or first kept row).
+    write_floor: compressed groups that end at or below this position exist already and are not written again.
+    """
+
+    blocks: SequenceBlocks
+    start: int
+    count: int
+    window_floor: int = 0
+    write_floor: int = 0
+
+
+@dataclass(frozen=True)
+class RowGeometry:
+    """The sizes that decide index tensors."""
+
+    window: int
+    topk: int
+    index_heads: int
+    index_dim: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> RowGeometry:
+        return cls(config.sliding_window, config.index_topk, config.index_n_heads, config.index_head_dim)
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Where the window keys of a step's rows come from and go. Ring rows are those of `KVCache.window`.
+
+    history: int64 [h] ring rows to read before this step's records are stored; keys are looked up in (those records ++ the
+    step's own, in row order). None when every segment has one row: then the step's records are stored first and keys are
+    looked up in the ring itself, because a new position replaces exactly the one that left its window.
+    store_from: int64 rows whose records go into the ring (the last W of each segment); None: all. store_to: their ring rows.
+    """
+
+    history: Tensor | None
+    store_from: Tensor | None
+    store_to: Tensor
+
+
+@dataclass(frozen=True)
+class WindowView:
+    """The window keys of each row, in a table of records whose row 0 is null.
+
+    index: int64 [T, W] by ascending position; 0: masked. bias: float32 [T, 1, W], 0 or -inf. joint_bias: per ratio, the same
+    followed by the bias of the row's selected entries, [T, 1, W + width].
+    """
+
+    index: Tensor
+    bias: Tensor
+    joint_bias: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """The compressed groups of one ratio that end in this step (and are not suppressed).
+
+    rows: int64 [g] the row that ends each group; None: every row. slots: int64 [g] entry rows of the pools.
+    positions: int64 [g] first token of the group. first: int64 [g] the other row of a ratio-2 group, in the table
+    (open rows of slots ``open_from`` ++ the step's rows). open_rows/open_to: rows that leave their group open, and their slots.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    positions: Tensor
+    first: Tensor | None = None
+    open_from: Tensor | None = None
+    open_rows: Tensor | None = None
+    open_to: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ScoreTile:
+    """Rows [start, stop) scored together: ``groups`` sequences with equally many rows each.
+
+    num_keys: the most entries that a row of the tile sees. keys: int64 [groups, num_keys] their pool rows (0: none), None
+    when ``num_keys`` is at most top-k and nothing needs a score. visible: int64 [rows], None when all rows see all keys.
+    """
+
+    start: int
+    stop: int
+    groups: int
+    num_keys: int
+    keys: Tensor | None
+    visible: Tensor | None
+
+
+@dataclass(frozen=True)
+class EntryPlan:
+    """What rows see of the compressed entries of one ratio: row p sees entries j < n(p) = (p + 1) // ratio.
+
+    width: selected entries per row, min(top-k, largest n). visible: int64 [T] n(p). entries: int64 pool rows of the batch's
+    entries, sequence after sequence; entries[0] = 0. base: int64 [T, 1] index in ``entries`` of the row's entry 0.
+    index/slots: int64 [T, width] the whole selection (-1 / 0: none) when no row sees more than top-k; None: score the tiles.
+    ragged: some row selects fewer than ``width``.
+    """
+
+    width: int
+    visible: Tensor
+    entries: Tensor
+    base: Tensor
+    index: Tensor | None
+    slots: Tensor | None
+    tiles: tuple[ScoreTile, ...]
+    ragged: bool
+    write: WritePlan | None
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Index tensors of one batch, on the device.
+
+    offsets (host): first row of each segment, and the number of rows. positions: int64 [T]. view: the window keys in the table
+    that ``window`` describes. cut_view: those of the cut layer's queries; another table when rows were kept from earlier steps.
+    window_index (host): ``view.index``.
+    """
+
+    num_rows: int
+    offsets: Int64Array
+    positions: Tensor
+    window: WindowPlan
+    view: WindowView
+    cut_view: WindowView
+    window_index: Int64Array
+    entries: dict[int, EntryPlan]
+
+    @classmethod
+    def build(
+        cls,
+        segments: Sequence[Segment],
+        geometry: RowGeometry,
+        ratios: Sequence[int],
+        device: torch.device,
+        *,
+        writes: bool,
+        cut_index: Int64Array | None = None,
+        tile_elements: int = TILE_ELEMENTS,
+    ) -> RowPlan:
+        """Plan a batch of at least one segment, each of at least one row and of a different sequence.
+
+        ratios: compress ratios that the batch's layers use. writes: its layers write compressed entries (encoder rows).
+        cut_index: [T, W] index of ``cut_view``, 0: masked; None: the same as ``view``.
+        Raises RuntimeError when positions have no pages.
+        """
+        return _Builder(segments, geometry, device, writes, tile_elements).plan(ratios, cut_index)
+
+
+def ragged_arange(starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """starts[0], starts[0]+1, … (counts[0] numbers), starts[1], …"""
+    before = np.cumsum(counts) - counts
+    numbers: Int64Array = np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+    return numbers
+
+
+def window_positions(positions: Int64Array, floor: Int64Array, window: int) -> tuple[Int64Array, BoolArray]:
+    """The W positions ending at each row's own, ascending [T, W], and which of them are at or above the row's floor."""
+    seen = positions[:, None] + np.arange(1 - window, 1)
+    return seen, seen >= floor[:, None]
+
+
+class _Builder:
+    """The batch's arithmetic: one numpy array per quantity, a row or a segment per element."""
+
+    def __init__(
+        self, segments: Sequence[Segment], geometry: RowGeometry, device: torch.device, writes: bool, tile_elements: int
+    ) -> None:
+        self.segments = segments
+        self.geometry = geometry
+        self.device = device
+        self.writes = writes
+        self.tile_elements = tile_elements
+        self.start = np.array([s.start for s in segments], np.int64)
+        self.count = np.array([s.count for s in segments], np.int64)
+        self.end = self.start + self.count
+        self.slot = np.array([s.blocks.slot for s in segments], np.int64)
+        self.window_floor = np.array([max(s.window_floor, 0) for s in segments], np.int64)
+        self.write_floor = np.array([s.write_floor for s in segments], np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(self.count)])
+        self.offset = self.offsets[:-1]
+        self.num_rows = int(self.offsets[-1])
+        self.segment_of = np.repeat(np.arange(len(segments)), self.count)
+        self.position = ragged_arange(self.start, self.count)
+        self.seen, self.in_window = window_positions(self.position, self.window_floor[self.segment_of], geometry.window)
+
+    def plan(self, ratios: Sequence[int], cut_index: Int64Array | None) -> RowPlan:
+        window, index = self._window()
+        entries = {ratio: self._entry_plan(ratio) for ratio in ratios}
+        view = self._view(index, self.in_window, entries)
+        return RowPlan(
+            num_rows=self.num_rows,
+            offsets=self.offsets,
+            positions=self._tensor(self.position),
+            window=window,
+            view=view,
+            cut_view=view if cut_index is None else self._view(cut_index, cut_index != 0, entries),
+            window_index=index,
+            entries=entries,
+        )
+
+    def _view(self, index: Int64Array, visible: BoolArray, entries: dict[int, EntryPlan]) -> WindowView:
+        bias = _bias(visible)
+        joint = {ratio: np.concatenate([bias, _bias(self._selected(ratio, plan.width))], 1) for ratio, plan in entries.items()}
+        return WindowView(
+            self._tensor(index),
+            self._tensor(bias[:, None]),
+            {ratio: self._tensor(both[:, None]) for ratio, both in joint.items()},
+        )
+
+    def _selected(self, ratio: int, width: int) -> BoolArray:
+        """Which of ``width`` selected entries a row has: as many as it sees, first ones first."""
+        return np.arange(width) < ((self.position + 1) // ratio)[:, None]
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+    def _window(self) -> tuple[WindowPlan, Int64Array]:
+        size = self.geometry.window
+        kept = np.minimum(self.count, size)
+        from_rows = ragged_arange(self.offset + self.count - kept, kept)
+        to_rings = np.repeat(self.slot, kept) * size + ragged_arange(self.end - kept, kept) % size
+        store_from = None if from_rows.size == self.num_rows else self._tensor(from_rows)
+        if self.num_rows == len(self.segments):
+            index = np.where(self.in_window, self.slot[:, None] * size + self.seen % size, 0)
+            return WindowPlan(None, store_from, self._tensor(to_rings)), index
+        first = np.minimum(np.maximum(self.start - size + 1, self.window_floor), self.start)
+        before = self.start - first
+        history = np.repeat(self.slot, before) * size + ragged_arange(first, before) % size
+        history = np.concatenate([[0], history])
+        in_history = (1 + np.cumsum(before) - before - first)[self.segment_of]
+        in_step = (history.size + self.offset - self.start)[self.segment_of]
+        table_offset = np.where(self.seen < self.start[self.segment_of][:, None], in_history[:, None], in_step[:, None])
+        index = np.where(self.in_window, self.seen + table_offset, 0)
+        return WindowPlan(self._tensor(history), store_from, self._tensor(to_rings)), index
+
+    def _entry_plan(self, ratio: int) -> EntryPlan:
+        entries, first_entry = self._entries(ratio)
+        visible = (self.position + 1) // ratio
+        base = first_entry[self.segment_of]
+        largest = int(visible.max())
+        width = min(self.geometry.topk, largest)
+        selected = self._selected(ratio, width)
+        index = slots = None
+        tiles: tuple[ScoreTile, ...] = ()
+        if largest <= self.geometry.topk:
+            index = np.where(selected, np.arange(width), -1)
+            slots = entries[np.where(selected, base[:, None] + np.arange(width), 0)]
+        else:
+            tiles = self._tiles(visible, entries, first_entry, ratio)
+        return EntryPlan(
+            width=width,
+            visible=self._tensor(visible),
+            entries=self._tensor(entries),
+            base=self._tensor(base[:, None]),
+            index=None if index is None else self._tensor(index),
+            slots=None if slots is None else self._tensor(slots),
+            tiles=tiles,
+            ragged=not bool(selected.all()),
+            write=self._write(ratio, entries, base) if self.writes else None,
+        )
+
+    def _entries(self, ratio: int) -> tuple[Int64Array, Int64Array]:
+        """Entry rows of all segments behind the null row, and where each segment's begin."""
+        counts = self.end // ratio
+        parts = [np.zeros(1, np.int64)]
+        for segment, count in zip(self.segments, counts.tolist(), strict=True):
+            rows = segment.blocks.entries(ratio)
+            if rows.size < count:
+                end = segment.start + segment.count
+                raise RuntimeError(f"positions up to {end} are not reserved: {rows.size} of {count} entries have pages")
+            parts.append(rows[:count])
+        return np.concatenate(parts), 1 + np.cumsum(counts) - counts
+
+    def _write(self, ratio: int, entries: Int64Array, base: Int64Array) -> WritePlan:
+        ends = (self.position + 1) % ratio == 0
+        ends &= self.position >= self.write_floor[self.segment_of]
+        rows = np.flatnonzero(ends)
+        group = self.position[rows] // ratio
+        slots, positions = self._tensor(entries[base[rows] + group]), self._tensor(group * ratio)
+        if ratio == 1:
+            return WritePlan(None if rows.size == self.num_rows else self._tensor(rows), slots, positions)
+        segment = self.segment_of[rows]
+        from_open = self.position[rows] == self.start[segment]
+        open_from = self.slot[segment[from_open]]
+        first = np.where(from_open, np.cumsum(from_open) - 1, open_from.size + rows - 1)
+        left_open = np.flatnonzero(self.end % 2)
+        return WritePlan(
+            rows=self._tensor(rows),
+            slots=slots,
+            positions=positions,
+            first=self._tensor(first),
+            open_from=self._tensor(open_from) if open_from.size else None,
+            open_rows=self._tensor(self.offset[left_open] + self.count[left_open] - 1) if left_open.size else None,
+            open_to=self._tensor(self.slot[left_open]) if left_open.size else None,
+        )
+
+    def _tiles(self, visible: Int64Array, entries: Int64Array, first_entry: Int64Array, ratio: int) -> tuple[ScoreTile, ...]:
+        """Cut the rows into tiles: single-row segments in runs, longer ones alone, each within the element budget."""
+        key_cost = self.geometry.index_heads + self.geometry.index_dim
+        tiles: list[ScoreTile] = []
+        segment = 0
+        while segment < len(self.segments):
+            if self.count[segment] > 1:
+                start, end = self.offset[segment], self.offset[segment] + self.count[segment]
+                most = max(1, self.tile_elements // (int(visible[end - 1]) * self.geometry.index_heads))
+                tiles.extend(
+                    self._tile(visible, entries, first_entry, row, min(row + most, end), segment, segment + 1)
+                    for row in range(start, end, most)
+                )
+                segment += 1
+                continue
+            run, largest = segment, 0
+            while segment < len(self.segments) and self.count[segment] == 1:
+                longer = max(largest, int(self.end[segment]) // ratio)
+                if segment > run and (segment + 1 - run) * longer * key_cost > self.tile_elements:
+                    break
+                segment, largest = segment + 1, longer
+            start, end = self.offset[run], self.offsets[segment]
+            tiles.append(self._tile(visible, entries, first_entry, start, end, run, segment))
+        return tuple(tiles)
+
+    def _tile(
+        self, visible: Int64Array, entries: Int64Array, first_entry: Int64Array, start: int, stop: int, first: int, last: int
+    ) -> ScoreTile:
+        rows = visible[start:stop]
+        num_keys = int(rows.max())
+        keys = None
+        if num_keys > self.geometry.topk:
+            here = np.arange(num_keys)
+            exists = here < (rows[-1:] if last - first == 1 else rows)[:, None]
+            keys = self._tensor(entries[np.where(exists, first_entry[first:last, None] + here, 0)])
+        ragged = bool((rows < num_keys).any())
+        return ScoreTile(int(start), int(stop), last - first, num_keys, keys, self._tensor(rows) if ragged else None)
+
+
+def _bias(counts: BoolArray) -> Float32Array:
+    return np.where(counts, np.float32(0), np.float32(-np.inf))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers of one pass over a batch share: the plan, the caches, rotations, and the current selection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from cedar.cache.rows import RowPlan, WindowView
+from cedar.cache.store import KVCache
+from cedar.model.rope import RopeTable
+
+CosSin = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an index source publishes to the layers that reuse it.
+
+    index: int64 [T, width] selected compressed positions, ascending, then -1. slots: int64 [T, width] their pool rows; 0: none.
+    blocks: per score tile of the plan, the candidate blocks int64 [rows, c] of a candidate source (None: all blocks).
+    """
+
+    index: Tensor
+    slots: Tensor
+    blocks: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class WindowKeys:
+    """Window records that queries of a layer look up through the plan's view. staged: those of the step's own rows [T, width]."""
+
+    table: Tensor
+    staged: Tensor
+
+
+class Rotations:
+    """cos and sin of a batch's positions, made when a layer first asks."""
+
+    def __init__(self, plan: RowPlan, plain: RopeTable, compressed: RopeTable) -> None:
+        self._plan = plan
+        self._tables = {False: plain, True: compressed}
+        self._rows: dict[bool, CosSin] = {}
+        self._groups: dict[int, CosSin] = {}
+
+    def rows(self, compressed: bool) -> CosSin:
+        """Of the rows' positions, float32 [T, dr/2]. compressed: the layer has a ratio."""
+        if compressed not in self._rows:
+            self._rows[compressed] = self._tables[compressed](self._plan.positions)
+        return self._rows[compressed]
+
+    def groups(self, ratio: int, positions: Tensor) -> CosSin:
+        """Of the first tokens of the groups that end in this step, float32 [g, dr/2]."""
+        if ratio not in self._groups:
+            self._groups[ratio] = self._tables[True](positions)
+        return self._groups[ratio]
+
+
+@dataclass
+class PassState:
+    """One pass: `Transformer.encode` or `Transformer.decode`. Index sources replace ``selection``; reuse layers read it.
+
+    engram_rows: table rows int64 [T, columns] of each Engram layer.
+    """
+
+    plan: RowPlan
+    cache: KVCache
+    rotations: Rotations
+    view: WindowView
+    engram_rows: dict[int, Tensor] = field(default_factory=dict)
+    selection: Selection | None = None
+    candidates: tuple[Tensor | None, ...] = ()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text model: embedding, the encoder half, the decoder half, logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cedar.cache.rows import RowPlan
+from cedar.cache.store import KVCache
+from cedar.config.model import ModelConfig
+from cedar.model.block import Block
+from cedar.model.linear import Reader
+from cedar.model.mhc import collapse
+from cedar.model.norm import RMSNorm
+from cedar.model.quantize import fq4x
+from cedar.model.rope import RopeTable
+from cedar.model.state import PassState, Rotations, WindowKeys
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What the encoder half hands to the decoder half: the cut layer's input, and its window keys.
+
+    streams: [T, hc, D], compute dtype. pre: float32 [T, hc]. window: records of the cut layer, looked up through the plan's
+    ``cut_view``; ``window.staged`` [T, width] are those of these rows.
+    """
+
+    streams: Tensor
+    pre: Tensor
+    window: WindowKeys
+
+
+class Transformer(nn.Module):
+    """A causal stack whose long-range KV from layer ``cut`` on is projected from the input of layer ``cut``.
+
+    So layers below ``cut`` and the cut layer's KV projection must see every token (`encode`), the rest only the rows whose
+    output is wanted and those that these can still see through the window (`decode`).
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, act_quant: bool = False, fake_quant: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), requires_grad=False)
+        quantise_index = fq4x if fake_quant else None
+        self.layers = nn.ModuleList(
+            Block(config, spec, dtype, act_quant=act_quant, quantise_index=quantise_index) for spec in config.layers
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+        self._rope = tuple(RopeTable(config, compressed, self.head.device) for compressed in (False, True))
+
+    def encode(self, token_ids: Tensor, engram_rows: dict[int, Tensor], plan: RowPlan, cache: KVCache) -> Boundary:
+        """Layers 0..cut-1 and the cut layer's KV projection on every row of ``plan`` (built with ``writes``).
+
+        token_ids: int64 [T]. engram_rows: int64 [T, columns] per Engram layer.
+        """
+        embedded = self.embed.index_select(0, token_ids)
+        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        pre = torch.zeros(plan.num_rows, self.config.hc_mult, device=embedded.device)
+        pre[:, 0] = 1.0
+        state = PassState(plan, cache, Rotations(plan, *self._rope), plan.view, engram_rows)
+        for layer in self.layers[: self.config.cut]:
+            streams, pre = layer(streams, pre, state)
+        return Boundary(streams, pre, self._cut_layer.write(streams, pre, state))
+
+    def decode(self, boundary: Boundary, plan: RowPlan, cache: KVCache) -> Tensor:
+        """Layers cut..L-1 on the rows of ``plan``, whose cut layer KV `encode` wrote. Returns [n, D] after the final norm."""
+        state = PassState(plan, cache, Rotations(plan, *self._rope), plan.cut_view)
+        streams, pre = self._cut_layer(boundary.streams, boundary.pre, state, boundary.window)
+        state.view = plan.view
+        for layer in self.layers[self.config.cut + 1 :]:
+            streams, pre = layer(streams, pre, state)
+        hidden: Tensor = self.norm(collapse(streams, pre))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, D] -> float32 [n, vocab]; a float32 product in every compute dtype."""
+        return nn.functional.linear(hidden.float(), self.head)
+
+    @property
+    def _cut_layer(self) -> Block:
+        block = self.layers[self.config.cut]
+        assert isinstance(block, Block)
+        return block
+
+    def load(self, read: Reader, prefix: str = "") -> None:
+        """Takes the text model's tensors; names have no common prefix in the released layout."""
+        self.embed.copy_(read(f"{prefix}embed.weight"))
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Block)
+            layer.load(read, f"{prefix}layers.{index}")
+        self.norm.load(read, f"{prefix}norm")
+        self.head.copy_(read(f"{prefix}head.weight"))

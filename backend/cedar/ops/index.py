@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index scores and exact selection. Ties break to the lowest index, everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cedar.cache.records import RecordPool
+from cedar.cache.rows import ScoreTile
+
+
+def mqa_logits(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
+    """score[t, j] = sum_h weight[t, h] * relu(query[t, h] . keys[j]), accumulated in float32.
+
+    query: [G, t, heads, d] and weight: [G, t, heads], rows of G groups; keys: [G, n, d], one key set per group.
+    Returns float32 [G * t, n].
+    """
+    groups, rows, heads, _ = query.shape
+    scores = torch.bmm(query.flatten(1, 2).float(), keys.float().transpose(1, 2)).relu_()
+    scores = scores.view(groups * rows, heads, -1)
+    return torch.bmm(weight.reshape(groups * rows, 1, heads).float(), scores).squeeze(1)
+
+
+def hide_beyond(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Scores [R, n] with columns at or beyond ``visible`` (int64 [R]; None: all n) set to -inf."""
+    if visible is None:
+        return scores
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    return scores.masked_fill_(columns >= visible[:, None], -torch.inf)
+
+
+def topk_lowest(scores: Tensor, k: int) -> Tensor:
+    """Columns of the k highest scores of each row, ascending: int64 [R, k]. Of equal scores the lowest columns win.
+
+    scores: float32 [R, n], n >= k. The float's bits, made monotone, and the inverted column share one int64, so keys are
+    distinct and `torch.topk` has no tie to break. -0.0 counts as 0.0.
+    """
+    bits = (scores + 0.0).view(torch.int32)
+    monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    columns = torch.arange(scores.shape[1] - 1, -1, -1, device=scores.device)
+    keys = (monotone.to(torch.int64) << 32) | columns
+    return keys.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def select(scores: Tensor, visible: Tensor | None, k: int) -> Tensor:
+    """Positions of the k best visible scores, ascending, then -1: int64 [R, k].
+
+    scores: float32 [R, n], already -inf at and beyond ``visible`` (int64 [R]; None: all n visible), n >= k. Hidden columns are
+    behind all visible ones, so they end up last.
+    """
+    index = topk_lowest(scores, k)
+    return index if visible is None else index.masked_fill_(index >= visible[:, None], -1)
+
+
+def candidate_blocks(scores: Tensor, visible: Tensor | None, block: int, top: int) -> Tensor:
+    """The ``top`` blocks of ``block`` positions with the highest maximum, ascending, then -1: int64 [R, top].
+
+    scores: float32 [R, n] as for `select`, with more than ``top`` blocks. The block of the newest visible position is always
+    kept; blocks without a visible position never are.
+    """
+    rows, count = scores.shape
+    blocks = -(-count // block)
+    padded = torch.nn.functional.pad(scores, (0, blocks * block - count), value=-torch.inf)
+    best = padded.view(rows, blocks, block).amax(-1)
+    if visible is None:
+        best[:, -1] = torch.inf
+        return topk_lowest(best, top)
+    newest = (visible[:, None] - 1).div_(block, rounding_mode="floor")
+    best.scatter_(1, newest.clamp_min(0), torch.inf)
+    index = topk_lowest(best, top)
+    return index.masked_fill_(index > newest, -1)
+
+
+def mqa_logits_topk(
+    query: Tensor, weight: Tensor, pool: RecordPool, tile: ScoreTile, k: int, publish: tuple[int, int] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Score a tile's rows against all entries they see and select the k best.
+
+    query: [R, heads, d], rotated and quantised; weight: [R, heads]. publish: (block size, blocks to keep) of a candidate source.
+    Returns int64 [R, min(k, tile.num_keys)] as `select`, and int64 [R, blocks] as `candidate_blocks`; None when every block
+    would be kept.
+    """
+    rows, groups = query.shape[0], tile.groups
+    if tile.keys is None:
+        index = torch.arange(tile.num_keys, device=query.device).repeat(rows, 1)
+        return (index if tile.visible is None else index.masked_fill_(index >= tile.visible[:, None], -1)), None
+    keys = pool.record.decode(pool.load(tile.keys.flatten())).view(groups, tile.num_keys, -1)
+    scores = mqa_logits(query.view(groups, -1, *query.shape[1:]), weight.view(groups, -1, weight.shape[1]), keys)
+    hide_beyond(scores, tile.visible)
+    blocks = None
+    if publish is not None and tile.num_keys > publish[0] * publish[1]:
+        blocks = candidate_blocks(scores, tile.visible, *publish)
+    return select(scores, tile.visible, k), blocks
+
+
+def sparse_logits_topk(
+    query: Tensor,
+    weight: Tensor,
+    pool: RecordPool,
+    blocks: Tensor,
+    block: int,
+    visible: Tensor,
+    slots: Tensor,
+    base: Tensor,
+    k: int,
+) -> Tensor:
+    """As `mqa_logits_topk`, restricted to each row's candidate blocks; only their keys are read.
+
+    blocks: int64 [R, c], ascending, then -1. visible: int64 [R]. base: int64 [R, 1]; a row's entry j is pool row
+    slots[base + j].
+    """
+    rows = query.shape[0]
+    positions = (blocks[:, :, None] * block + torch.arange(block, device=blocks.device)).flatten(1)
+    hidden = (positions < 0) | (positions >= visible[:, None])
+    pool_rows = slots[(positions + base).masked_fill_(hidden, 0).flatten()]
+    keys = pool.record.decode(pool.load(pool_rows)).view(rows, positions.shape[1], -1)
+    scores = mqa_logits(query[:, None], weight[:, None], keys).masked_fill_(hidden, -torch.inf)
+    column = topk_lowest(scores, k)
+    return positions.gather(1, column).masked_fill_(hidden.gather(1, column), -1)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget, the free lists and the block tables: what leaks, overlaps or overcommits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cedar.cache.records import CacheFormats, FloatRecords
+from cedar.cache.store import CacheSizes, KVCache, SequenceBlocks
+from cedar.config.model import ModelConfig
+from cedar.config.presets import preset
+from cedar.errors import CedarError
+
+CONFIG = ModelConfig.from_dict(preset("tiny"))
+FORMATS = CacheFormats(
+    window=FloatRecords(CONFIG.head_dim, torch.float32),
+    kv=FloatRecords(CONFIG.head_dim, torch.float32),
+    index_key=FloatRecords(CONFIG.index_head_dim, torch.float32),
+)
+RATIO_OF = {source: CONFIG.compress_ratios[source] for source in CONFIG.kv_source_layer_ids}
+
+
+def make_cache(budget_bytes: int = 4 << 20, max_sequences: int = 4, page_tokens: int = 16) -> KVCache:
+    sizes = CacheSizes.plan(CONFIG, FORMATS, budget_bytes=budget_bytes, max_sequences=max_sequences, page_tokens=page_tokens)
+    return KVCache(CONFIG, FORMATS, sizes, torch.device("cpu"))
+
+
+def opened(cache: KVCache, charged_bytes: int = 0) -> SequenceBlocks:
+    blocks = cache.open(charged_bytes)
+    assert blocks is not None
+    return blocks
+
+
+def test_page_bytes_do_not_match_the_pools() -> None:
+    cache = make_cache()
+    pools = [pool for source in RATIO_OF for pool in (cache.kv(source), cache.index_keys(source))]
+    assert sum(pool.rows.nbytes for pool in pools) == (cache.sizes.num_pages + 1) * cache.sizes.page_bytes
+    rings = sum(cache.window(layer).rows.nbytes for layer in range(CONFIG.num_hidden_layers))
+    opens = sum(cache.open_rows(source).nbytes for source, ratio in RATIO_OF.items() if ratio == 2)
+    assert rings + opens == (cache.sizes.num_slots + 1) * cache.sizes.slot_bytes
+
+
+def test_pools_outgrow_the_budget() -> None:
+    for budget in (200_000, 1 << 20, (1 << 20) + 12345, 16 << 20):
+        sizes = make_cache(budget, max_sequences=8).sizes
+        assert sizes.num_pages * sizes.page_bytes + sizes.num_slots * sizes.slot_bytes <= budget
+        assert sizes.num_pages >= 1
+
+
+def test_a_budget_below_one_sequence_is_accepted() -> None:
+    least = make_cache().sizes.page_bytes + make_cache().sizes.slot_bytes
+    assert make_cache(least).sizes.num_slots == 1
+    with pytest.raises(CedarError, match=rf"kv_cache_bytes: is {least - 1}; allowed: at least {least}"):
+        make_cache(least - 1)
+
+
+def test_a_failed_reserve_keeps_pages() -> None:
+    cache = make_cache(max_sequences=2)
+    first, second = opened(cache), opened(cache)
+    assert cache.reserve(first, (cache.sizes.num_pages - 1) * 16)
+    assert cache.reserve(second, 16)
+    before = cache.bytes_used, list(second.pages)
+    assert not cache.reserve(second, 17)
+    assert (cache.bytes_used, list(second.pages)) == before
+    cache.close(first)
+    assert cache.reserve(second, 17)
+
+
+def test_closing_twice_frees_someone_elses_pages() -> None:
+    cache = make_cache()
+    blocks = opened(cache)
+    cache.reserve(blocks, 40)
+    cache.close(blocks)
+    for action in (lambda: cache.close(blocks), lambda: cache.reserve(blocks, 8), lambda: cache.discharge(blocks)):
+        with pytest.raises(RuntimeError, match="closed already"):
+            action()
+    assert cache.pages_used == cache.sequences == cache.bytes_used == 0
+
+
+def test_boundary_rows_are_not_charged() -> None:
+    cache = make_cache()
+    room = cache.sizes.shared_bytes
+    blocks = opened(cache, room)
+    assert cache.open(1) is None
+    assert not cache.reserve(blocks, 1)
+    cache.discharge(blocks)
+    assert cache.reserve(blocks, 1)
+    assert cache.fits(16, room - cache.sizes.page_bytes)
+    assert not cache.fits(17, room - cache.sizes.page_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["open", "reserve", "close", "discharge"]), st.integers(0, 5), st.integers(0, 900)), max_size=60
+    )
+)
+def test_any_order_of_calls_leaks_or_overlaps(calls: list[tuple[str, int, int]]) -> None:
+    cache = make_cache(1 << 20, max_sequences=4)
+    live: list[SequenceBlocks] = []
+    for call, which, amount in calls:
+        if call == "open":
+            blocks = cache.open(amount * 64)
+            live += [] if blocks is None else [blocks]
+        elif live:
+            blocks = live[which % len(live)]
+            if call == "reserve":
+                had = len(blocks.pages)
+                assert cache.reserve(blocks, amount) == (len(blocks.pages) * 16 >= amount)
+                assert len(blocks.pages) == max(had, -(-amount // 16)) or len(blocks.pages) == had
+            elif call == "discharge":
+                cache.discharge(blocks)
+            else:
+                cache.close(blocks)
+                live.remove(blocks)
+        pages = [page for blocks in live for page in blocks.pages]
+        slots = [blocks.slot for blocks in live]
+        assert len(set(pages)) == len(pages) == cache.pages_used
+        assert len(set(slots)) == len(slots) == cache.sequences
+        assert 0 not in pages
+        assert 0 not in slots
+        expected = len(slots) * cache.sizes.slot_bytes + len(pages) * cache.sizes.page_bytes
+        assert cache.bytes_used == expected + sum(blocks.charged_bytes for blocks in live) <= cache.sizes.budget_bytes
+        for blocks in live:
+            for ratio in (1, 2):
+                per_page = 16 // ratio
+                rows = [page * per_page + entry for page in blocks.pages for entry in range(per_page)]
+                assert blocks.entries(ratio).tolist() == rows
+    for blocks in live:
+        cache.close(blocks)
+    assert cache.bytes_used == 0
