@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's tables, made from the code that they describe: ``--write`` fills them in, ``--check`` (the default) compares.
+"""The tables of the two READMEs, made from the code that they describe: ``--write`` fills them in, ``--check`` compares.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from dataclasses import MISSING, fields
@@ -14,7 +15,9 @@ from pathlib import Path
 from cedar.config.engine import EngineConfig
 from cedar.triton.pbtxt import markdown
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "backend" / "cedar"
+READMES = (ROOT / "README.md", ROOT / "backend" / "README.md")
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -33,7 +36,18 @@ def settings() -> str:
     return "\n".join(rows) + "\n"
 
 
-TABLES = {"tensors": markdown, "settings": settings}
+def modules() -> str:
+    """One row per module: its path and the first line of its docstring."""
+    rows = ["| file | what it is |", "|---|---|"]
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = file.relative_to(PACKAGE)
+        if path.name not in ("__init__.py", "__main__.py") and path.parts[0] != "v1":
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            rows.append(f"| `{path}` | {docstring.splitlines()[0] if docstring else ''} |")
+    return "\n".join(rows) + "\n"
+
+
+TABLES = {"tensors": markdown, "settings": settings, "modules": modules}
 
 
 def rendered(text: str) -> str:
@@ -43,14 +57,16 @@ def rendered(text: str) -> str:
 
 def main() -> int:
     """Exit status 1 when ``--check`` finds a difference."""
-    old = README.read_text(encoding="utf-8")
-    new = rendered(old)
-    if "--write" in sys.argv[1:]:
-        README.write_text(new, encoding="utf-8")
-    elif new != old:
-        print("README.md differs from the code: python scripts/readme_tables.py --write")
-        return 1
-    return 0
+    status = 0
+    for readme in READMES:
+        old = readme.read_text(encoding="utf-8")
+        new = rendered(old)
+        if "--write" in sys.argv[1:]:
+            readme.write_text(new, encoding="utf-8")
+        elif new != old:
+            print(f"{readme} differs from the code: python scripts/readme_tables.py --write")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -41,9 +41,24 @@ def test_one_replay_side_switches_the_other_off() -> None:
     assert (both.encoder_replay_mode, both.decoder_replay_mode) == ("bounded", "off")
 
 
-def test_child_processes_read_other_settings() -> None:
-    config = EngineConfig.load({"fake_quant": False, "http_port": 9999, "kv_cache_share": 0.5, "model": "/m x"}, {})
-    assert EngineConfig.load({}, config.as_env()) == config
+def test_child_processes_read_other_settings(tmp_path: Path) -> None:
+    """Whatever their environment holds and whatever YAML they would find by themselves."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "cedar.yaml").write_text("encoder_replay: off\nmax_waiting: 7\n")
+    repository = {"model_repository": str(tmp_path / "models")}
+    given = {"fake_quant": False, "http_port": 9999, "kv_cache_share": 0.5, "model": "/m x"}
+    for flags in (given, {**given, **repository, "encoder_replay": "", "max_waiting": 256}):
+        config = EngineConfig.load(flags, {})
+        assert EngineConfig.load({}, {"CEDAR_TICK_MS": "9", **config.as_env()}) == config
+
+
+def test_yaml_decides_what_a_word_means(tmp_path: Path) -> None:
+    """In YAML 1.1 ``off`` is a boolean and an empty value is null; here the setting decides."""
+    path = tmp_path / "cedar.yaml"
+    path.write_text("encoder_replay: off\nfake_quant: off\nmodel:\nmax_waiting: ~\nkv_cache_share: 0.5\nlease_ms: 70\n")
+    config = EngineConfig.load({}, {}, path)
+    assert (config.encoder_replay, config.fake_quant, config.model) == ("off", False, "")
+    assert (config.max_waiting, config.kv_cache_share, config.lease_ms) == (EngineConfig().max_waiting, 0.5, 70)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +71,7 @@ def test_child_processes_read_other_settings() -> None:
         ({"http_port": 70000}, {}, "http_port"),
         ({"max_model_len": -1}, {}, "max_model_len"),
         ({"lease_ms": "soon"}, {}, "--lease-ms"),
+        ({"lease_ms": 2**31}, {}, "lease_ms"),
         ({"nonsense": 1}, {}, "--nonsense"),
         ({}, {"CEDAR_TICK_MS": "often"}, "CEDAR_TICK_MS"),
         ({}, {"CEDAR_FAKE_QUANT": "maybe"}, "CEDAR_FAKE_QUANT"),
@@ -70,10 +86,10 @@ def test_a_bad_setting_is_not_named(flags: dict[str, object], env: dict[str, str
     assert "allowed: " in caught.value.message
 
 
-@pytest.mark.parametrize("text", ["- a\n", "max_num_seqs: [1]\n", "unknown_key: 1\n", "a: b: c\n"])
+@pytest.mark.parametrize("text", ["- a\n", "max_num_seqs: [1]\n", "model: [a]\n", "unknown_key: 1\n", "a: b: c\n", "\udcff"])
 def test_bad_yaml_does_not_name_its_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cedar.yaml"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(CedarError, match=r"cedar\.yaml"):
         EngineConfig.load({}, {"CEDAR_CONFIG": str(path)})
 

@@ -14,6 +14,7 @@ from fake_runner import EOS, FACTS, UNIX_OFFSET_NS, VOCAB, Bench, expected_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cedar.engine.engine import MAX_FAILED_STEPS
 from cedar.engine.request import DecoderReplay, FinishReason
 from cedar.errors import CedarError, ErrorCode
 
@@ -423,6 +424,19 @@ def test_only_attached_sequences_decode() -> None:
     assert [bench.ends[h].finish_reason for h in handles] == [FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.CANCELLED]
 
 
+def test_a_request_that_comes_while_all_others_wait_for_an_attach_runs_at_once() -> None:
+    bench = make_bench()
+    first = bench.engine.add(request("first"))
+    bench.until(lambda: first in bench.ready)
+    bench.step()
+    assert not bench.engine.has_work()
+    second = bench.engine.add(request("second"))
+    assert bench.engine.has_work()
+    bench.step()
+    assert second in bench.ready
+    bench.run()
+
+
 def test_an_unattached_sequence_that_is_preempted_is_ready_only_once_and_attaches_later() -> None:
     bench = make_bench(pages=26, decoder_replay="off")
     first = bench.engine.add(request("first", 30, max_tokens=40))
@@ -649,6 +663,7 @@ def test_whatever_happens_memory_comes_back_and_every_request_ends_once(
     )
     bench.runner.logits_of = prefix_logits  # ends by itself now and then
     requests: dict[str, Any] = {}
+    failures = 0
     actions = st.sampled_from(["add", "add", "step", "step", "step", "attach", "attach", "abort", "time", "renew", "fail"])
     for number in range(data.draw(st.integers(1, 60))):
         action = data.draw(actions)
@@ -668,7 +683,9 @@ def test_whatever_happens_memory_comes_back_and_every_request_ends_once(
         elif action == "time":
             bench.clock.pass_ms(data.draw(st.integers(0, 40)))
         elif action == "fail":
-            bench.runner.fail_with = data.draw(st.sampled_from([None, None, None, RuntimeError("x")]))
+            broken = failures < MAX_FAILED_STEPS - 1 and data.draw(st.integers(0, 3)) == 0
+            bench.runner.fail_with = RuntimeError("x") if broken else None
+            failures += broken
         else:
             act = {"attach": bench.engine.attach, "renew": bench.engine.renew, "abort": lambda h: bench.engine.abort(handle=h)}[
                 action

@@ -15,7 +15,7 @@ from fake_runner import FACTS, FakeClock, FakeRunner, expected_tokens, request
 
 from cedar.config.engine import EngineConfig
 from cedar.engine import loop
-from cedar.engine.engine import Engine
+from cedar.engine.engine import MAX_FAILED_STEPS, Engine
 from cedar.engine.loop import EngineThread, LoopState
 from cedar.engine.request import FinishReason
 from cedar.engine.updates import SequenceUpdate
@@ -175,6 +175,15 @@ def test_a_lease_ends_without_any_command() -> None:
         assert time.monotonic() - started < WAIT_S / 2
 
 
+def test_a_lease_longer_than_the_platform_can_wait_ends_the_loop() -> None:
+    with running(lease_ms=2**44) as rig:
+        handle = rig.add("r")
+        rig.listener.wait_ready(handle)
+        rig.thread._thread.join(0.1)
+        assert rig.thread.attach(handle).result(WAIT_S)
+        assert rig.listener.end_of(handle).finish_reason is FinishReason.LENGTH
+
+
 def test_a_deadline_ends_without_any_command(rig: Rig) -> None:
     handle = rig.add("r", timeout_ms=50)
     assert rig.listener.end_of(handle).finish_reason is FinishReason.DEADLINE
@@ -291,3 +300,31 @@ def test_a_failing_step_does_not_fail_the_loop(rig: Rig) -> None:
     rig.listener.wait_ready(handle)
     rig.thread.attach(handle).result(WAIT_S)
     assert rig.listener.end_of(handle).finish_reason is FinishReason.LENGTH
+
+
+def test_a_device_that_is_lost_fails_every_request_for_ever() -> None:
+    """The loop ends with the last of a few failing steps in a row, so that the process ends and is started anew."""
+    rig = Rig()
+
+    def step(work: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    rig.runner.step = step  # type: ignore[method-assign]
+    for number in range(MAX_FAILED_STEPS):
+        assert rig.thread.state is LoopState.SERVING
+        end = rig.listener.end_of(rig.add(f"r{number}"))
+        assert (end.finish_reason, end.error.code) == (FinishReason.ERROR, ErrorCode.INTERNAL)  # type: ignore[union-attr]
+        assert "the step that ran it failed (RuntimeError: device lost)" in end.error.message  # type: ignore[union-attr]
+    rig.thread._thread.join(WAIT_S)
+    assert rig.thread.state is LoopState.FAILED
+    assert "device lost" in error_of(rig.thread.add(request("new"))).message
+    assert rig.runner.pages_used == 0
+
+
+def test_failing_steps_with_good_ones_between_them_fail_the_loop(rig: Rig) -> None:
+    for number in range(2 * MAX_FAILED_STEPS):
+        rig.runner.fail_with = RuntimeError("step broke")
+        assert rig.listener.end_of(rig.add(f"bad{number}")).finish_reason is FinishReason.ERROR
+        rig.listener.wait_ready(rig.add(f"good{number}", 3))
+        assert rig.thread.abort(key=f"good{number}").result(WAIT_S)
+    assert rig.thread.state is LoopState.SERVING

@@ -171,6 +171,18 @@ def test_the_oldest_long_prompt_keeps_half_of_the_room_whatever_comes() -> None:
     bench.run()
 
 
+def test_tails_of_short_prompts_are_charged_with_the_rows_that_there_are() -> None:
+    """And not with a whole window each: they fit into one step."""
+    bench = make_bench(max_num_batched_tokens=16, decoder_replay="bounded")
+    handles = [bench.engine.add(request(f"r{i}", 2)) for i in range(6)]
+    bench.until(lambda: len(bench.ready) == 6)
+    for handle in handles:
+        bench.engine.attach(handle)
+    bench.step()
+    assert len(bench.runner.steps[-1].tails) == 6
+    bench.run()
+
+
 def test_priority_goes_before_arrival_in_the_queue_and_in_the_chunks() -> None:
     bench = make_bench(max_num_batched_tokens=32, max_num_seqs=1)
     handles = [bench.engine.add(request(f"r{i}", 10, priority=p)) for i, p in enumerate([5, 0, -3, 0])]

@@ -49,9 +49,9 @@ def test_cache_clear_finds_no_engine_or_the_wrong_one(engine: ServiceThread, mon
 
 def test_drain_claims_success_while_requests_run(engine: ServiceThread, capsys: pytest.CaptureFixture[str]) -> None:
     client, stream = EngineClient(engine.address), Stream()
-    client.attach(encode(client, request("r", max_tokens=50)), stream.on_tokens)
-    stream.next()
-    engine.runner.gate.clear()
+    handle = encode(client, request("r", max_tokens=50))
+    engine.runner.gate.clear()  # before the attach: from here on the request cannot end
+    client.attach(handle, stream.on_tokens)
     assert drain.main(["--timeout-ms", "50"]) == 1
     assert "1 requests left" in capsys.readouterr().out
     engine.runner.gate.set()

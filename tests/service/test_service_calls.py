@@ -6,11 +6,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service_support import (
     PATIENCE_S,
     VOCAB,
@@ -28,19 +26,6 @@ from cedar.errors import CedarError, ErrorCode
 from cedar.service.client import EngineClient
 from cedar.v1 import engine_pb2 as pb
 from cedar.v1 import engine_pb2_grpc
-
-
-@pytest.fixture
-def served() -> Iterator[ServiceThread]:
-    with service(lease_ms=60_000) as thread:  # what only a lease would free counts as leaked
-        yield thread
-
-
-@pytest.fixture
-def client(served: ServiceThread) -> Iterator[EngineClient]:
-    client = EngineClient(served.address)
-    yield client
-    client.close()
 
 
 def is_empty(served: ServiceThread) -> bool:
@@ -145,6 +130,21 @@ def test_abort_inside_a_callback_waits_for_itself(client: EngineClient, served: 
     until(lambda: is_empty(served), "everything freed")
 
 
+def test_abort_by_key_inside_a_callback_is_dropped(client: EngineClient, served: ServiceThread) -> None:
+    victim, killer = Stream(), Stream()
+    client.attach(encode(client, request("victim", max_tokens=100_000)), victim.on_tokens)
+    victim.next()
+
+    def abort_victim(message: pb.SequenceTokens) -> None:
+        client.abort(key="victim")
+        killer.on_tokens(message)
+
+    client.attach(encode(client, request("killer", max_tokens=1)), abort_victim)
+    assert victim.end().finish_reason == "cancelled"
+    assert killer.end().finish_reason == "length"
+    until(lambda: is_empty(served), "everything freed")
+
+
 def test_abort_without_a_name_is_taken_for_one(client: EngineClient) -> None:
     with pytest.raises(CedarError, match="INVALID_ARGUMENT: handle, request_key: neither is set"):
         client.abort()
@@ -201,6 +201,29 @@ def test_closed_client_leaves_its_sequences_running(served: ServiceThread) -> No
     assert late.end().error_code == "UNAVAILABLE"
     with pytest.raises(CedarError, match="closed"):
         client.status()
+
+
+def test_closing_a_client_gives_its_waiting_threads_a_foreign_error(served: ServiceThread) -> None:
+    client, encoding = EngineClient(served.address), Encoding()
+    served.runner.gate.clear()
+    client.encode(request("q"), encoding.progress.append, encoding.on_done)
+    until(lambda: bool(encoding.progress), "admission")
+    errors: list[BaseException] = []
+
+    def drain() -> None:
+        try:
+            client.drain(60_000)
+        except BaseException as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=drain)
+    waiting.start()
+    until(lambda: served.service.state == "draining", "the drain has begun")
+    client.close()
+    waiting.join(PATIENCE_S)
+    served.runner.gate.set()
+    assert [str(error) for error in errors] == ["UNAVAILABLE: engine client is closed"]
+    assert str(encoding.wait()) == "UNAVAILABLE: engine client is closed"
 
 
 def test_engine_error_changes_its_words_on_the_way(client: EngineClient) -> None:
@@ -320,106 +343,6 @@ def test_logprobs_get_lost(client: EngineClient) -> None:
     assert [entry.token_id for entry in entries] == stream.tokens
     assert all(len(entry.top) == 3 and entry.top[0].token_id == entry.token_id for entry in entries)
     assert all(entry.logprob == entry.top[0].logprob < 0 for entry in entries)
-
-
-def test_loading_engine_looks_ready() -> None:
-    with service(loaded=False) as served:
-        client, encoding, stream = EngineClient(served.address), Encoding(), Stream()
-        served.service.load_fraction = 0.42
-        with grpc.insecure_channel(served.address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            check = health_pb2.HealthCheckRequest(service="cedar.v1.Engine")
-            assert client.status().state == "loading"
-            client.encode(request("r"), encoding.progress.append, encoding.on_done)
-            error = encoding.wait()
-            assert isinstance(error, CedarError)
-            assert str(error) == "UNAVAILABLE: the engine is loading its model (42%)"
-            client.attach("h", stream.on_tokens)
-            assert stream.end().finish_reason == "error"
-            with pytest.raises(CedarError, match="UNAVAILABLE"):
-                client.abort(key="r")
-            assert health.Check(check, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert b"cedar_engine_up 0.0" in client.status(include_metrics=True).metrics
-            served.load()
-            assert health.Check(check, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
-            assert b"cedar_engine_up 1.0" in client.status(include_metrics=True).metrics
-            status = client.status()
-            assert (status.state, status.load_fraction, status.vocab_size) == ("serving", 1.0, VOCAB)
-        client.close()
-
-
-def test_failed_load_hides_its_reason() -> None:
-    with service(loaded=False) as served:
-        client = EngineClient(served.address)
-        served.run(served.service.fail(CedarError(ErrorCode.INVALID_ARGUMENT, "model: x; allowed: y")))
-        status = client.status()
-        assert (status.state, status.error) == ("failed", "INVALID_ARGUMENT: model: x; allowed: y")
-        client.close()
-
-
-def test_drain_cuts_streams_or_takes_new_requests(client: EngineClient, served: ServiceThread) -> None:
-    stream, late = Stream(), Encoding()
-    client.attach(encode(client, request("r", max_tokens=300)), stream.on_tokens)
-    stream.next()
-    served.runner.gate.clear()
-    answer = client.drain(50)
-    assert (answer.drained, answer.remaining) == (False, 1)
-    client.encode(request("q"), late.progress.append, late.on_done)
-    error = late.wait()
-    assert isinstance(error, CedarError)
-    assert "draining" in error.message
-    served.runner.gate.set()
-    assert client.drain(10_000).drained
-    assert stream.end().finish_reason == "length"
-    assert client.status().state == "draining"
-
-
-def test_long_step_holds_up_status(client: EngineClient, served: ServiceThread) -> None:
-    client.status()
-    served.runner.gate.clear()
-    encoding = Encoding()
-    client.encode(request("r"), encoding.progress.append, encoding.on_done)
-    until(lambda: bool(encoding.progress), "admission")
-    started = time.monotonic()
-    assert client.status().state == "serving"
-    assert time.monotonic() - started < 2.0
-    served.runner.gate.set()
-    encoding.wait()
-
-
-def test_broken_engine_leaves_callers_waiting(client: EngineClient, served: ServiceThread) -> None:
-    stream, encoding = Stream(), Encoding()
-    client.attach(encode(client, request("r", max_tokens=100_000)), stream.on_tokens)
-    stream.next()
-
-    def broken(engine: object) -> None:
-        raise KeyboardInterrupt("of the test")
-
-    served.engine.call(broken)
-    assert stream.end().error_code == "INTERNAL"
-    until(lambda: served.engine.state == "failed", "state failed")
-    client.encode(request("q"), encoding.progress.append, encoding.on_done)
-    assert isinstance(encoding.wait(), CedarError)
-    late = Stream()
-    client.attach("h", late.on_tokens)
-    assert late.end().finish_reason == "error"
-
-
-def test_absent_engine_is_waited_for_without_bound() -> None:
-    client = EngineClient("unix:/tmp/cedar-test-nobody-listens-here.sock")
-    encoding, stream = Encoding(), Stream()
-    started = time.monotonic()
-    client.encode(request("r"), encoding.progress.append, encoding.on_done)
-    client.attach("h", stream.on_tokens)
-    error = encoding.wait()
-    assert isinstance(error, CedarError)
-    assert error.code is ErrorCode.UNAVAILABLE
-    assert stream.end().error_code == "UNAVAILABLE"
-    with pytest.raises(CedarError, match="UNAVAILABLE"):
-        client.status()
-    assert time.monotonic() - started < 5.0
-    assert not client.connected
-    client.close()
 
 
 def test_tcp_address_is_served() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from dataclasses import MISSING, Field, fields
 from typing import Any, Optional, get_type_hints
@@ -17,11 +16,11 @@ from rich.table import Table
 from cedar.config.engine import EngineConfig
 
 
-class _Report:
+class Report:
     """What the person in front of the terminal sees."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._progress: Progress | None = None
         self._last_line = -1
 
@@ -66,12 +65,12 @@ def command(**flags: Any) -> None:
 
     Settings: flag > environment CEDAR_<FLAG> > YAML (CEDAR_CONFIG, else cedar.yaml beside the model repository) > default.
     """
+    from cedar.triton.logs import start_logging
     from cedar.triton.supervisor import Supervisor
 
     config = EngineConfig.load(flags)
-    logging.basicConfig(format="%(levelname).1s %(asctime)s serve: %(message)s", stream=sys.stderr)
-    logging.getLogger("cedar").setLevel(config.log_level.upper())
-    report = _Report()
+    start_logging(config, "serve")
+    report = Report(Console(highlight=False))
     sys.exit(Supervisor(config, report.loading, report.ready).run())
 
 

@@ -106,6 +106,9 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_bytes", "default_timeout_ms", "coalesce_ms", "drain_timeout_ms", "cpu_threads"):
             if getattr(self, name) < 0:
                 raise invalid(name, f"is {getattr(self, name)}", "0 or more")
+        for name in (f.name for f in fields(self) if f.name.endswith("_ms")):
+            if getattr(self, name) >= 2**31:
+                raise invalid(name, f"is {getattr(self, name)}", f"at most {2**31 - 1}")
         if self.page_tokens < 16 or self.page_tokens % 16:
             raise invalid("page_tokens", f"is {self.page_tokens}", "a positive multiple of 16")
         if not 0.0 < self.kv_cache_share <= 0.95:
@@ -125,21 +128,18 @@ class EngineConfig:
         return self.decoder_replay or ("bounded" if self.swa_bounded_replay else "off")
 
     def as_env(self) -> dict[str, str]:
-        """The settings that differ from the defaults, as environment for child processes."""
-        out = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default:
-                out[f"CEDAR_{f.name.upper()}"] = str(value).lower() if isinstance(value, bool) else str(value)
-        return out
+        """Every setting as environment for a child process, which reads no YAML: a default may have overruled one."""
+        values = ((f"CEDAR_{f.name.upper()}", getattr(self, f.name)) for f in fields(self))
+        settings = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values}
+        return settings | {"CEDAR_CONFIG": os.devnull}
 
 
 def _yaml_path(flags: Mapping[str, Any], env: Mapping[str, str]) -> Path | None:
     """``CEDAR_CONFIG`` must exist; ``cedar.yaml`` beside the model repository is optional."""
     if env.get("CEDAR_CONFIG"):
         path = Path(env["CEDAR_CONFIG"])
-        if not path.is_file():
-            raise invalid("CEDAR_CONFIG", f"{path} is not a file", "a readable YAML file")
+        if not path.exists():
+            raise invalid("CEDAR_CONFIG", f"{path} does not exist", "a readable YAML file")
         return path
     repository = flags.get("model_repository") or env.get("CEDAR_MODEL_REPOSITORY")
     if repository:
@@ -148,18 +148,24 @@ def _yaml_path(flags: Mapping[str, Any], env: Mapping[str, str]) -> Path | None:
     return None
 
 
+_NOTHING = ("", "~", "null")
+"""How YAML writes a key without a value."""
+
+
 def _from_yaml(path: Path) -> dict[str, Any]:
+    """Values as they are written; a key without a value counts as absent. The field decides the type, not YAML: its
+    ``off`` is no boolean where a replay mode is meant."""
     try:
-        data = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise invalid(str(path), f"not valid YAML ({error})", "a mapping of settings") from error
+        data = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise invalid(str(path), f"not readable as YAML ({error})", "a mapping of settings") from error
     if not isinstance(data, dict):
         raise invalid(str(path), f"holds a {type(data).__name__}", "a mapping of settings")
     hints = get_type_hints(EngineConfig)
     unknown = [str(key) for key in data if key not in hints]
     if unknown:
         raise invalid(f"{path}: {', '.join(unknown)}", "no such setting", ", ".join(sorted(hints)))
-    return {key: _coerce(f"{path}: {key}", value, hints[key]) for key, value in data.items()}
+    return {key: _coerce(f"{path}: {key}", value, hints[key]) for key, value in data.items() if value not in _NOTHING}
 
 
 def _coerce(name: str, value: Any, kind: Any) -> Any:
@@ -177,7 +183,7 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
             raise ValueError
         if kind is int and isinstance(value, float) and not value.is_integer():
             raise ValueError
-        if kind in (int, float) and isinstance(value, bool):
+        if isinstance(value, (list, dict)) or (kind in (int, float) and isinstance(value, bool)):
             raise ValueError
         return kind(value)
     except (TypeError, ValueError):

@@ -32,6 +32,10 @@ from cedar.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+MAX_FAILED_STEPS = 3
+"""Failures without a good step between them after which the engine gives up: a device that is lost fails every step, and
+only a new process gets it back."""
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -88,6 +92,8 @@ class Engine:
         self._draining = False
         self._stalled = False
         """The last plan was empty, and nothing has happened since that could change the next one."""
+        self._failed_steps = 0
+        """In a row."""
         self._instance = secrets.token_hex(8)
         self._serial = 0
 
@@ -201,7 +207,7 @@ class Engine:
         """Expire, plan, run, sample. Returns one update per sequence that changed since the last step.
 
         An exception of the runner ends every sequence that holds memory (any of them may have been half written) with
-        INTERNAL; the waiting ones and those to come are served.
+        INTERNAL; the waiting ones and those to come are served. The last of `MAX_FAILED_STEPS` in a row is raised.
         """
         now = self._clock.monotonic_ns()
         self._expire(now)
@@ -219,6 +225,11 @@ class Engine:
                 for seq in list(self._scheduler.open):
                     cause = f"the step that ran it failed ({type(error).__name__}: {error})"
                     self._end(self._live[seq.handle], FinishReason.ERROR, _internal(seq, cause))
+                self._failed_steps += 1
+                if self._failed_steps >= MAX_FAILED_STEPS:
+                    raise
+            else:
+                self._failed_steps = 0
         self._record_gauges()
         return self._flush()
 

@@ -27,6 +27,8 @@ MAX_REQUESTS_QUEUED = 1024
 """`add` commands between two steps. The engine's own waiting queue is the limit that callers meet."""
 MAX_COMMANDS_QUEUED = 16 * MAX_REQUESTS_QUEUED
 """All commands: attaching, renewing and cancelling must work when new requests are refused."""
+LONGEST_SLEEP_S = 3600.0
+"""A deadline may lie beyond what the platform can wait for."""
 _SHUTTING_DOWN = "the engine is shutting down"
 
 
@@ -148,7 +150,8 @@ class EngineThread:
         with self._condition:
             while not (self._stopping or self._commands or self._engine.has_work()):
                 deadline = self._engine.next_deadline()
-                self._condition.wait(None if deadline is None else max(0, deadline - self._engine.now_ns()) / 1e9)
+                seconds = None if deadline is None else max(0, deadline - self._engine.now_ns()) / 1e9
+                self._condition.wait(None if seconds is None else min(seconds, LONGEST_SLEEP_S))
             return not self._stopping
 
     def _run_commands(self) -> None:

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import grpc
@@ -125,7 +126,8 @@ class EngineClient:
         def finish(task: asyncio.Task[EncodeResult]) -> None:
             self._encodes.discard(task)
             if task.cancelled():
-                _guarded(on_done, unavailable(f"request {request.key} was cancelled by its caller"))
+                why = "engine client is closed" if self._closed else f"request {request.key} was cancelled by its caller"
+                _guarded(on_done, unavailable(why))
             else:
                 _guarded(on_done, task.result())
 
@@ -199,6 +201,8 @@ class EngineClient:
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         try:
             return future.result(timeout_s + 1.0)
+        except CancelledError:
+            raise unavailable("engine client is closed") from None
         except TimeoutError:
             future.cancel()
             raise CedarError(ErrorCode.DEADLINE_EXCEEDED, f"engine did not answer within {timeout_s} s") from None

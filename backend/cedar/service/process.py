@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import grpc
@@ -138,13 +137,8 @@ def _spawn(config: EngineConfig, owner: Owner, directory: EngineDirectory, lock:
 
 def _engine_env(config: EngineConfig) -> dict[str, str]:
     """This environment with the merged settings in place of their sources, and this very package first on the path."""
-    env = dict(os.environ)
-    for name in ("CEDAR_CONFIG", "PYTHONHOME"):  # merged already; of the stub's Python, which need not be the engine's
-        env.pop(name, None)
-    for field in fields(config):
-        value = getattr(config, field.name)
-        # every setting is stated, defaults too: the engine must not merge a YAML file of its own on top
-        env[f"CEDAR_{field.name.upper()}"] = str(value).lower() if isinstance(value, bool) else str(value)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}  # of the stub's Python, not the engine's
+    env |= config.as_env()
     package_root = str(Path(cedar.__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, env.get("PYTHONPATH"))))
     env["PYTHONUNBUFFERED"] = "1"

@@ -226,8 +226,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         async for command in commands:
             if command.WhichOneof("command") == "attach":
                 self._attach(command.attach.handle, stream)
-            elif self.hub.is_live(command.abort.handle):
-                self._engine().abort(handle=command.abort.handle)
+            elif command.abort.request_key or self.hub.is_live(command.abort.handle):
+                self._abort(command.abort)
             else:
                 self.hub.answer_unknown(command.abort.handle, stream)
 
@@ -268,10 +268,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         async with self._call(context):
             if not (request.handle or request.request_key):
                 raise invalid("handle, request_key", "neither is set", "one of the two")
-            return pb.AbortResponse(found=await self._abort(request))
+            return pb.AbortResponse(found=await _settled(self._abort(request)))
 
-    async def _abort(self, request: pb.AbortRequest) -> bool:
-        return await _settled(self._engine().abort(handle=request.handle or None, key=request.request_key or None))
+    def _abort(self, request: pb.AbortRequest) -> Future[bool]:
+        return self._engine().abort(handle=request.handle or None, key=request.request_key or None)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:
         async with self._call(context):
