@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch
 from cedar.config.engine import EngineConfig
 from cedar.engine.admission import ModelFacts
 from cedar.engine.engine import Clock, Engine
-from cedar.engine.request import DecoderReplay, GenerationRequest, SamplingParams
+from cedar.engine.request import DecoderReplay, FinishReason, GenerationRequest, SamplingParams
 from cedar.engine.stats import Metric, NullRecorder, Recorder
 from cedar.engine.updates import SequenceUpdate
 from cedar.engine.work import MemoryUsage, StepResult, StepWork
@@ -273,3 +274,22 @@ def request(key: str, prompt: Sequence[int] | int = 5, **settings) -> Generation
     of_request = {name: settings.pop(name) for name in list(settings) if name in GenerationRequest.model_fields}
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **settings})
     return GenerationRequest(key=key, input_ids=ids, sampling=sampling, **of_request)
+
+
+def end_of(bench: Bench, **settings_: Any) -> tuple[list[int], FinishReason | None]:
+    """The tokens and the end of one request that runs alone."""
+    handle = bench.engine.add(request("r", **settings_))
+    bench.run()
+    assert bench.runner.pages_used == 0
+    return bench.tokens[handle], bench.ends[handle].finish_reason
+
+
+def script(*tokens: int, prompt: int = 5) -> Callable[[Any], torch.Tensor]:
+    """Logits whose arg max is the next of ``tokens``, whatever came before."""
+
+    def logits_of(ids: Any) -> torch.Tensor:
+        logits = torch.zeros(VOCAB)
+        logits[tokens[min(max(len(ids) - prompt, 0), len(tokens) - 1)]] = 9.0
+        return logits
+
+    return logits_of

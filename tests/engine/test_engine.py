@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in, updates out: admission, every end, every bound, every state."""
+"""How requests end, in every state, and what their end leaves behind."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_runner import EOS, FACTS, UNIX_OFFSET_NS, VOCAB, Bench, expected_tokens, make_bench, no_eos, prefix_logits, request
+from fake_runner import (
+    EOS,
+    UNIX_OFFSET_NS,
+    VOCAB,
+    Bench,
+    end_of,
+    expected_tokens,
+    make_bench,
+    no_eos,
+    prefix_logits,
+    request,
+    script,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,159 +32,7 @@ from cedar.errors import CedarError, ErrorCode
 LEASE_MS = 5000
 
 
-def refused(bench: Bench, request_: Any) -> CedarError:
-    with pytest.raises(CedarError) as caught:
-        bench.engine.add(request_)
-    return caught.value
-
-
-# admission
-
-
-@pytest.mark.parametrize(
-    ("settings_", "field", "allowed"),
-    [
-        ({"prompt": [5, 40]}, "input_ids: 40", "0 to 39"),
-        ({"prompt": [-1, 5]}, "input_ids: -1", "0 to 39"),
-        ({"prompt": [5, 39]}, "input_ids: 39 is the image token", "text only"),
-        ({"stop_token_ids": (3, 47)}, "stop_token_ids: 47", "0 to 39"),
-        ({"end_id": 40}, "end_id: 40", "0 to 39"),
-        ({"prompt": 64, "max_tokens": None}, "input_ids: 64 tokens", "at most 63"),
-        ({"prompt": 60, "max_tokens": 5}, "max_tokens: is 5, but 60 prompt tokens leave 4", "1 to 4"),
-        ({"prompt": 60, "max_tokens": None, "min_tokens": 5}, "min_tokens: is 5", "0 to 4"),
-        ({"stop": ("x",)}, "stop: this engine has no tokenizer", "stop_token_ids"),
-    ],
-)
-def test_bad_request_is_refused_by_field_and_the_next_good_one_is_served(
-    settings_: dict[str, Any], field: str, allowed: str
-) -> None:
-    bench = make_bench(max_model_len=64)
-    error = refused(bench, request("bad", **settings_))
-    assert error.code is ErrorCode.INVALID_ARGUMENT
-    assert error.message.startswith(field)
-    assert allowed in error.message
-    good = bench.engine.add(request("bad"))  # its key is free
-    bench.run()
-    assert bench.ends[good].finish_reason is FinishReason.LENGTH
-
-
-def test_a_request_that_can_never_fit_is_refused_at_the_door() -> None:
-    bench = make_bench(pages=6)  # rings + 5 pages of 4: 20 positions
-    error = refused(bench, request("big", 10, max_tokens=12))
-    assert error.code is ErrorCode.INVALID_ARGUMENT
-    assert error.message.startswith("max_tokens")
-    assert "kv budget of 600 bytes" in error.message
-    fits = bench.engine.add(request("fits", 10, max_tokens=11))  # the last token needs no position
-    bench.run()
-    assert len(bench.tokens[fits]) == 11
-
-
-def test_max_tokens_defaults_to_what_the_context_leaves() -> None:
-    bench = make_bench(max_model_len=64)
-    handle = bench.engine.add(request("r", 50, max_tokens=None))
-    bench.run()
-    assert len(bench.tokens[handle]) == 14
-
-
-def test_max_tokens_defaults_to_1024_in_a_long_context() -> None:
-    bench = make_bench(max_num_batched_tokens=64)
-    handle = bench.engine.add(request("r", 3, max_tokens=None))
-    bench.run()
-    assert bench.ends[handle].num_output_tokens == 1024
-
-
-def test_a_live_key_is_refused_and_free_again_after_its_end() -> None:
-    bench = make_bench()
-    first = bench.engine.add(request("same"))
-    error = refused(bench, request("same"))
-    assert error.code is ErrorCode.INVALID_ARGUMENT
-    assert error.message.startswith("request_key")
-    bench.run()
-    second = bench.engine.add(request("same"))
-    assert second != first
-    assert not bench.engine.attach(first)
-    bench.run()
-    assert bench.tokens[first] == bench.tokens[second]
-
-
-def test_handles_of_two_engines_never_meet() -> None:
-    assert make_bench().engine.add(request("k")) != make_bench().engine.add(request("k"))
-
-
-def test_waiting_queue_is_bounded() -> None:
-    bench = make_bench(max_waiting=3, max_num_seqs=2)
-    handles = [bench.engine.add(request(f"r{i}")) for i in range(5)]  # two seats, three that wait
-    error = refused(bench, request("r5"))
-    assert error.code is ErrorCode.UNAVAILABLE
-    assert "max_waiting is 3" in error.message
-    bench.step()
-    assert refused(bench, request("r5")).code is ErrorCode.UNAVAILABLE
-    bench.engine.abort(handle=handles[4])
-    bench.engine.add(request("r5"))
-    bench.run()
-    assert len(bench.ends) == 6
-
-
-def test_preempted_sequences_take_no_place_in_the_waiting_queue() -> None:
-    bench = make_bench(pages=16, max_waiting=1, max_num_seqs=2, decoder_replay="off")
-    for key in "ab":
-        bench.engine.add(request(key, 20, max_tokens=30))
-    bench.until(lambda: [bench.engine.attach(h) for h in bench.ready] and bench.counts.counters.get("preemptions_total", 0) > 0)
-    bench.engine.add(request("c"))
-    bench.engine.add(request("d"))
-    assert refused(bench, request("e")).code is ErrorCode.UNAVAILABLE
-    bench.run()
-    assert len(bench.ends) == 4
-
-
-def test_a_draining_engine_refuses_new_requests_and_finishes_old_ones() -> None:
-    bench = make_bench()
-    handle = bench.engine.add(request("old"))
-    bench.engine.drain()
-    error = refused(bench, request("new"))
-    assert error.code is ErrorCode.UNAVAILABLE
-    assert "draining" in error.message
-    assert bench.engine.stats().draining
-    bench.run()
-    assert bench.ends[handle].finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("default_timeout_ms", [0, 100])
-def test_a_deadline_that_is_over_at_the_door_is_refused(default_timeout_ms: int) -> None:
-    bench = make_bench(default_timeout_ms=default_timeout_ms)
-    arrival = bench.clock.now + UNIX_OFFSET_NS - 200_000_000
-    error = refused(bench, request("late", arrival_unix_ns=arrival, timeout_ms=0 if default_timeout_ms else 100))
-    assert error.code is ErrorCode.DEADLINE_EXCEEDED
-    assert bench.engine.num_live == 0
-
-
-def test_an_arrival_in_the_future_counts_as_now() -> None:
-    bench = make_bench()
-    handle = bench.engine.add(request("r", arrival_unix_ns=bench.clock.now + UNIX_OFFSET_NS + 10**15, timeout_ms=50))
-    bench.clock.pass_ms(51)
-    bench.step()
-    assert bench.ends[handle].finish_reason is FinishReason.DEADLINE
-
-
 # ends
-
-
-def end_of(bench: Bench, **settings_: Any) -> tuple[list[int], FinishReason | None]:
-    handle = bench.engine.add(request("r", **settings_))
-    bench.run()
-    assert bench.runner.pages_used == 0
-    return bench.tokens[handle], bench.ends[handle].finish_reason
-
-
-def script(*tokens: int, prompt: int = 5) -> Callable[[Any], torch.Tensor]:
-    """Logits whose arg max is the next of ``tokens``, whatever came before."""
-
-    def logits_of(ids: Any) -> torch.Tensor:
-        logits = torch.zeros(VOCAB)
-        logits[tokens[min(max(len(ids) - prompt, 0), len(tokens) - 1)]] = 9.0
-        return logits
-
-    return logits_of
 
 
 def test_end_of_sentence_is_emitted_counted_and_ends() -> None:
@@ -372,7 +231,7 @@ def test_timeout_ms_counts_from_arrival_queueing_included() -> None:
     assert "50 ms" in bench.ends[handle].error.message
 
 
-def test_a_lease_that_nobody_renews_frees_the_sequence_as_cancelled() -> None:
+def test_a_lease_that_ends_frees_the_sequence_as_cancelled() -> None:
     bench = make_bench(lease_ms=LEASE_MS)
     handle = bench.engine.add(request("r"))
     bench.until(lambda: handle in bench.ready)
@@ -388,17 +247,13 @@ def test_a_lease_that_nobody_renews_frees_the_sequence_as_cancelled() -> None:
     assert (bench.ends[handle].finish_reason, bench.ends[handle].error) == (FinishReason.CANCELLED, None)
     assert bench.runner.pages_used == 0
     assert not bench.engine.attach(handle)
-    assert not bench.engine.renew(handle)
 
 
-def test_renewing_keeps_the_lease_and_attaching_ends_it() -> None:
+def test_attaching_ends_the_lease() -> None:
     bench = make_bench(lease_ms=LEASE_MS)
     handle = bench.engine.add(request("r"))
     bench.until(lambda: handle in bench.ready)
-    for _ in range(5):
-        bench.clock.pass_ms(LEASE_MS - 1)
-        assert bench.engine.renew(handle)
-        assert bench.step() == []
+    bench.clock.pass_ms(LEASE_MS - 1)
     assert bench.engine.attach(handle)
     bench.clock.pass_ms(LEASE_MS * 10)
     bench.run()
@@ -462,188 +317,6 @@ def test_end_all_leaves_nothing_behind() -> None:
     assert not bench.engine.has_work()
 
 
-# what comes out
-
-
-def test_progress_goes_up_to_ready_which_comes_once() -> None:
-    bench = make_bench(max_num_batched_tokens=16)
-    handle = bench.engine.add(request("r", 50))
-    bench.run()
-    assert bench.encoded[handle] == [16, 32, 48, 50]
-    ready = [u for u in bench.updates if u.ready]
-    assert [(u.handle, u.num_input_tokens, u.cached_tokens, u.replayed_tokens) for u in ready] == [(handle, 50, 0, 0)]
-
-
-def test_timing_and_histograms_agree_with_the_clock() -> None:
-    bench = make_bench()
-    start = bench.clock.now
-    handle = bench.engine.add(request("r", 5, arrival_unix_ns=start + UNIX_OFFSET_NS - 2_000_000))
-    bench.clock.pass_ms(3)
-    bench.run()
-    timing = bench.ends[handle].timing
-    assert timing.arrival_ns == start + UNIX_OFFSET_NS - 2_000_000
-    assert timing.queue_s == pytest.approx(0.005)
-    assert timing.prefill_s == pytest.approx(0.0015 + 0.0015)  # five rows, then a tail of five
-    assert timing.decode_s == pytest.approx(3 * 0.0011)
-    observed = bench.counts.observed
-    assert observed["time_to_first_token_seconds"] == [pytest.approx(0.008)]
-    assert observed["inter_token_latency_seconds"] == [pytest.approx(0.0011)] * 3
-    assert observed["e2e_request_latency_seconds"] == [pytest.approx(0.008 + 3 * 0.0011)]
-    assert observed["request_queue_time_seconds"] == [pytest.approx(timing.queue_s)]
-    assert observed["request_prefill_time_seconds"] == [pytest.approx(timing.prefill_s)]
-    assert observed["request_decode_time_seconds"] == [pytest.approx(timing.decode_s)]
-    assert (observed["request_prompt_tokens"], observed["request_generation_tokens"]) == ([5], [4])
-
-
-def test_counters_agree_with_what_was_emitted() -> None:
-    bench = make_bench(pages=40, max_num_seqs=6)
-    handles = [bench.engine.add(request(f"r{i}", 4 + i, max_tokens=20 + i)) for i in range(8)]
-    bench.until(lambda: [bench.engine.attach(h) for h in bench.ready] and sum(map(len, bench.tokens.values())) > 30)
-    bench.engine.abort(handle=handles[0])
-    bench.run()
-    counters = bench.counts.counters
-    assert counters["generation_tokens_total"] == sum(map(len, bench.tokens.values()))
-    assert counters["prompt_tokens_total"] == counters["prefix_cache_queries_total"] == sum(4 + i for i in range(8))
-    assert counters["request_success_total{cancelled}"] == 1
-    assert counters["request_success_total{length}"] == 7
-    gauges = bench.counts.gauges
-    assert (gauges["num_requests_running"], gauges["num_requests_waiting"], gauges["kv_cache_usage_ratio"]) == (0, 0, 0)
-    assert gauges["kv_bytes_per_token"] == 25.0
-
-
-def test_logprobs_come_one_per_token_and_prompt_logprobs_once_with_the_first() -> None:
-    bench = make_bench(max_num_batched_tokens=7)
-    prompt = request("r", 20, logprobs=2, prompt_logprobs=1, max_tokens=5)
-    handle = bench.engine.add(prompt)
-    other = bench.engine.add(request("other", 9))
-    bench.run()
-    mine = [u for u in bench.updates if u.handle == handle and u.token_ids]
-    assert [len(u.logprobs) for u in mine] == [1] * 5
-    assert [len(u.prompt_logprobs) for u in mine] == [20, 0, 0, 0, 0]
-    ids = list(prompt.input_ids)
-    for position, record in enumerate(mine[0].prompt_logprobs):
-        assert record.token_id == ids[position]
-        if position:
-            raw = torch.log_softmax(no_eos(ids[:position])[: FACTS.num_valid_ids].double(), 0)
-            assert record.logprob == pytest.approx(float(raw[ids[position]]), abs=1e-6)
-    output = ids + bench.tokens[handle]
-    for i, update in enumerate(mine):
-        raw = torch.log_softmax(no_eos(output[: 20 + i])[: FACTS.num_valid_ids].double(), 0)
-        assert update.logprobs[0].logprob == pytest.approx(float(raw[output[20 + i]]), abs=1e-6)
-    assert not [u for u in bench.updates if u.handle == other and (u.logprobs or u.prompt_logprobs)]
-    assert bench.runner.steps[0].prefills[0].seq.decoder_replay is DecoderReplay.OFF  # forced
-
-
-def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
-    bench = make_bench(pages=24, max_num_batched_tokens=4, decoder_replay="off")
-    first = bench.engine.add(request("first", 8, max_tokens=80))
-    prompt = request("second", 60, prompt_logprobs=0, max_tokens=2, priority=1)
-    bench.until(lambda: first in bench.ready)
-    bench.engine.attach(first)
-    second = bench.engine.add(prompt)
-    bench.until(lambda: "preemptions_total" in bench.counts.counters)
-    assert second not in bench.ready
-    bench.run()
-    records = [u.prompt_logprobs for u in bench.updates if u.handle == second and u.prompt_logprobs]
-    assert len(records) == 1
-    assert [record.token_id for record in records[0]] == list(prompt.input_ids)
-
-
-@pytest.mark.parametrize(
-    ("asked", "setting", "used"),
-    [(None, "bounded", "bounded"), ("exact", "bounded", "exact"), ("off", "exact", "off"), (None, "off", "off")],
-)
-def test_decoder_replay_of_a_request_goes_before_the_setting(asked: str | None, setting: str, used: str) -> None:
-    bench = make_bench(decoder_replay=setting)
-    bench.engine.add(request("r", decoder_replay=DecoderReplay(asked) if asked else None))
-    bench.step()
-    assert bench.runner.memories[0].decoder_replay == used
-
-
-def test_sampled_output_continues_through_preemption_with_the_same_random_numbers() -> None:
-    prompts = [request(k, 20, max_tokens=40, temperature=1.0, seed=s, frequency_penalty=0.3) for k, s in (("a", 1), ("b", 2))]
-    roomy, tight = make_bench(), make_bench(pages=24, decoder_replay="off")
-    tokens = []
-    for bench in (roomy, tight):
-        handles = [bench.engine.add(prompt) for prompt in prompts]
-        bench.run()
-        tokens.append([bench.tokens[h] for h in handles])
-    assert "preemptions_total" not in roomy.counts.counters
-    assert tight.counts.counters["preemptions_total"] > 0
-    assert tokens[0] == tokens[1]
-
-
-def test_requests_without_a_seed_differ() -> None:
-    bench = make_bench()
-    handles = [bench.engine.add(request(f"r{i}", [5, 6, 7], temperature=3.0, max_tokens=20)) for i in range(3)]
-    bench.run()
-    assert len({tuple(bench.tokens[h]) for h in handles}) == 3
-
-
-# stop strings
-
-
-@pytest.fixture(scope="module")
-def byte_tokenizer() -> Any:
-    """One token per printable ASCII byte of 'abcdefgh…', plus two that span several, so that stop strings cross borders."""
-    import json
-
-    from cedar.text.tokenizer import Tokenizer
-
-    pieces = ["<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "bc", "cde", "xyz"]
-    spec = {
-        "version": "1.0",
-        "added_tokens": [
-            {
-                "id": i,
-                "content": pieces[i],
-                "special": True,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-            }
-            for i in (0, 1)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        "model": {"type": "BPE", "vocab": {piece: i for i, piece in enumerate(pieces)}, "merges": []},
-    }
-    return Tokenizer(json.dumps(spec), "<s>", "</s>")
-
-
-def letters(text: str) -> list[int]:
-    return [2 + ord(c) - ord("a") for c in text]
-
-
-BC, CDE, XYZ = 28, 29, 30
-
-
-@pytest.mark.parametrize(
-    ("output", "stop", "settings_", "count"),
-    [
-        (letters("aabcd"), ("abc",), {}, 4),
-        ([*letters("aa"), BC, *letters("d")], ("abc",), {}, 3),  # ends inside a token that began before
-        ([*letters("aab"), CDE, *letters("d")], ("bcd",), {}, 4),  # ends in the middle of a token
-        (letters("ababacd"), ("abac", "zzz"), {}, 6),  # a false start that overlaps the match
-        (letters("abcabc"), ("bca", "abc"), {}, 3),  # the first to be complete
-        (letters("abcabcabc"), ("abc",), {"min_tokens": 4}, 9),  # the text of the first four takes no part
-        ([*letters("ab"), 0, *letters("cd")], ("abc",), {}, 4),  # a special token adds no text
-        (letters("abab"), ("abc",), {}, None),
-    ],
-)
-def test_stop_strings_end_at_the_token_that_completes_them(
-    byte_tokenizer: Any, output: list[int], stop: tuple[str, ...], settings_: dict[str, Any], count: int | None
-) -> None:
-    bench = make_bench(tokenizer=byte_tokenizer)
-    bench.runner.logits_of = script(*output, 25)
-    tokens, reason = end_of(bench, stop=stop, max_tokens=12, **settings_)
-    assert reason is (FinishReason.LENGTH if count is None else FinishReason.STOP)
-    assert tokens == (output + [25] * 12)[: count or 12]
-
-
 # anything goes
 
 
@@ -664,7 +337,7 @@ def test_whatever_happens_memory_comes_back_and_every_request_ends_once(
     bench.runner.logits_of = prefix_logits  # ends by itself now and then
     requests: dict[str, Any] = {}
     failures = 0
-    actions = st.sampled_from(["add", "add", "step", "step", "step", "attach", "attach", "abort", "time", "renew", "fail"])
+    actions = st.sampled_from(["add", "add", "step", "step", "step", "attach", "attach", "abort", "time", "fail"])
     for number in range(data.draw(st.integers(1, 60))):
         action = data.draw(actions)
         handle = data.draw(st.sampled_from([*requests, "unknown"]))
@@ -687,11 +360,8 @@ def test_whatever_happens_memory_comes_back_and_every_request_ends_once(
             bench.runner.fail_with = RuntimeError("x") if broken else None
             failures += broken
         else:
-            act = {"attach": bench.engine.attach, "renew": bench.engine.renew, "abort": lambda h: bench.engine.abort(handle=h)}[
-                action
-            ]
             live = handle in bench.engine._live
-            assert act(handle) is live
+            assert (bench.engine.attach(handle) if action == "attach" else bench.engine.abort(handle=handle)) is live
         assert len(bench.runner.memories) == bench.engine.stats().num_running <= seats
     bench.runner.fail_with = None
     bench.run()

@@ -189,14 +189,12 @@ def test_a_deadline_ends_without_any_command(rig: Rig) -> None:
     assert rig.listener.end_of(handle).finish_reason is FinishReason.DEADLINE
 
 
-def test_abort_wakes_the_loop_and_renew_answers(rig: Rig) -> None:
+def test_abort_wakes_the_loop(rig: Rig) -> None:
     handle = rig.add("r")
     rig.listener.wait_ready(handle)
-    assert rig.thread.renew(handle).result(WAIT_S)
     assert rig.thread.abort(key="r").result(WAIT_S)
     assert rig.listener.end_of(handle).finish_reason is FinishReason.CANCELLED
     assert not rig.thread.abort(handle=handle).result(WAIT_S)
-    assert not rig.thread.renew(handle).result(WAIT_S)
 
 
 def test_new_requests_beyond_the_command_queue_are_refused_but_aborts_are_not(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
@@ -290,6 +288,17 @@ def test_a_fatal_error_fails_the_loop_and_leaves_nobody_waiting(where: str) -> N
     assert rig.engine.num_live == 0
     if where != "sink":
         assert rig.listener.end_of(handle).finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED)
+
+
+def test_commands_behind_a_fatal_one_are_left_waiting() -> None:
+    rig = Rig()
+    rig.hold()
+    broken, behind = rig.thread.call(lambda engine: 1 // 0), rig.thread.stats()
+    rig.gate.set()
+    assert "ZeroDivisionError" in error_of(broken).message
+    assert "ZeroDivisionError" in error_of(behind).message
+    rig.thread._thread.join(WAIT_S)
+    assert rig.thread.state is LoopState.FAILED
 
 
 def test_a_failing_step_does_not_fail_the_loop(rig: Rig) -> None:

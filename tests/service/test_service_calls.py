@@ -99,6 +99,20 @@ def test_abort_by_key_while_encoding_is_told_as_cancelled(client: EngineClient, 
     assert client.abort(key="victim") is False
 
 
+def test_abort_of_a_request_that_waits_forgets_its_prompt() -> None:
+    """Its length is reported although nothing of it was ever encoded."""
+    with service(max_num_seqs=1) as served:
+        client, encoding = EngineClient(served.address), Encoding()
+        encode(client, request("first"))
+        client.encode(request("waits", (5, 6, 7, 8)), encoding.progress.append, encoding.on_done)
+        until(lambda: bool(encoding.progress), "admission")
+        assert client.abort(key="waits")
+        result = encoding.wait()
+        assert isinstance(result, pb.EncodeProgress)
+        assert (result.ready, result.num_input_tokens, result.encoded_tokens) == (True, 4, 0)
+        client.close()
+
+
 def test_abort_by_another_client_while_decoding(client: EngineClient, served: ServiceThread) -> None:
     other = EngineClient(served.address)
     stream = Stream()

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from concurrent.futures import Future
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service_support import VOCAB, Encoding, ServiceThread, Stream, encode, request, service, until
 
+from cedar.engine import loop
 from cedar.errors import CedarError, ErrorCode
+from cedar.service import server
 from cedar.service.client import EngineClient
 
 
@@ -95,6 +99,42 @@ def test_broken_engine_leaves_callers_waiting(client: EngineClient, served: Serv
     late = Stream()
     client.attach("h", late.on_tokens)
     assert late.end().finish_reason == "error"
+
+
+def test_engine_that_takes_no_command_leaves_an_attach_waiting(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, handle = Stream(), encode(client, request("r"))
+    with monkeypatch.context() as full:
+        full.setattr(loop, "MAX_COMMANDS_QUEUED", 0)
+        client.attach(handle, stream.on_tokens)
+        assert stream.end().error_code == "UNAVAILABLE"
+
+
+def test_request_whose_caller_left_during_its_admission_is_leaked() -> None:
+    """The engine was just about to take it, so it is too late to take it back."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.admission: Future[str] = Future()
+            self.admission.set_running_or_notify_cancel()
+            self.aborted: list[str] = []
+
+        def add(self, request: object) -> Future[str]:
+            return self.admission
+
+        def abort(self, handle: str) -> None:
+            self.aborted.append(handle)
+
+    async def leave(engine: Engine) -> None:
+        waiting = asyncio.create_task(server._admit(engine, request("r")))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    engine = Engine()
+    asyncio.run(leave(engine))
+    engine.admission.set_result("h")
+    assert engine.aborted == ["h"]
 
 
 def test_absent_engine_is_waited_for_without_bound() -> None:

@@ -50,7 +50,7 @@ class EngineConfig:
     default_timeout_ms: int = _flag(0, "deadline of requests that name none; 0: none")
     max_output_bytes: int = _flag(1 << 22, "ceiling of one request's emitted text, in bytes")
     max_prompt_bytes: int = _flag(1 << 24, "ceiling of text_input and messages, in bytes")
-    lease_ms: int = _flag(5000, "a sequence that nobody attaches to or renews is freed after this")
+    lease_ms: int = _flag(5000, "an encoded sequence that nobody attaches to is freed after this")
     tick_ms: int = _flag(250, "interval of progress ticks and keep-alives, and so of seeing a cancel while no token comes")
     coalesce_ms: int = _flag(10, "longest time tokens wait to share a message when the receiver lags")
     drain_timeout_ms: int = _flag(30000, "longest wait for running requests at SIGTERM")

@@ -137,15 +137,6 @@ class Engine:
         self._stalled = False
         return True
 
-    def renew(self, handle: str) -> bool:
-        """Start the lease of an encoded sequence anew. False: no such live sequence."""
-        live = self._live.get(handle)
-        if live is None:
-            return False
-        if live.seq.lease_ns is not None:
-            live.seq.lease_ns = self._clock.monotonic_ns() + self._lease_ns
-        return True
-
     def abort(self, *, handle: str | None = None, key: str | None = None) -> bool:
         """End a request as cancelled, in any state, at once; by its handle, or by its request key. False: not live."""
         live = self._live.get(handle or self._handles.get(key or "", ""))

@@ -26,7 +26,7 @@ Sink = Callable[[list[SequenceUpdate]], None]
 MAX_REQUESTS_QUEUED = 1024
 """`add` commands between two steps. The engine's own waiting queue is the limit that callers meet."""
 MAX_COMMANDS_QUEUED = 16 * MAX_REQUESTS_QUEUED
-"""All commands: attaching, renewing and cancelling must work when new requests are refused."""
+"""All commands: attaching and cancelling must work when new requests are refused."""
 LONGEST_SLEEP_S = 3600.0
 """A deadline may lie beyond what the platform can wait for."""
 _SHUTTING_DOWN = "the engine is shutting down"
@@ -84,10 +84,6 @@ class EngineThread:
     def abort(self, *, handle: str | None = None, key: str | None = None) -> Future[bool]:
         """`Engine.abort`."""
         return self.call(lambda engine: engine.abort(handle=handle, key=key))
-
-    def renew(self, handle: str) -> Future[bool]:
-        """`Engine.renew`."""
-        return self.call(lambda engine: engine.renew(handle))
 
     def stats(self) -> Future[EngineStats]:
         """`Engine.stats`."""
@@ -192,7 +188,6 @@ class EngineThread:
             log.exception("the last updates could not be handed on")
         for future in [*self._drained, *(future for _, future in commands)]:
             _settle(future, error)
-        self._drained.clear()
 
 
 def _pass_on_error(waiting: Future[None], done: Future[None]) -> None:

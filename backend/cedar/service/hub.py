@@ -113,10 +113,12 @@ class UpdateHub:
         for event in events:
             event.set()
 
-    def record(self, handle: str) -> Record:
-        """The record of a sequence that the engine has just admitted."""
+    def record(self, handle: str, num_input_tokens: int) -> Record:
+        """The record of a sequence that the engine has just admitted. Its prompt's length is known before it is encoded."""
         with self._lock:
-            return self._ended.get(handle) or self._live.setdefault(handle, Record(handle))
+            record = self._ended.get(handle) or self._live.setdefault(handle, Record(handle))
+            record.progress.num_input_tokens = num_input_tokens
+            return record
 
     def forget(self, handle: str) -> None:
         """Nobody will attach to this sequence any more."""

@@ -177,7 +177,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             ready = False
             try:
                 await context.write(pb.EncodeProgress(handle=handle, num_input_tokens=len(parsed.input_ids)))
-                progress = await self._report_encoding(self.hub.record(handle), context)
+                progress = await self._report_encoding(self.hub.record(handle, len(parsed.input_ids)), context)
                 # the caller may hang up as soon as it has this message; if it does not get it, the lease ends the sequence
                 ready = True
                 await context.write(progress)
