@@ -5,12 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.cedar-setup
 
-HTTP_PORT    ?= 8000
-GRPC_PORT    ?= 8001
-METRICS_PORT ?= 8002
-MODEL        ?=
-SERVE_ARGS   ?=
-TEST_ARGS    ?=
+SERVE_ARGS ?=
+TEST_ARGS  ?=
 
 .PHONY: setup serve test bench lint format clean
 .DEFAULT_GOAL := help
@@ -25,7 +21,8 @@ $(STAMP): pyproject.toml setup.py client/pyproject.toml requirements/constraints
 	@touch $@
 
 serve: $(STAMP) ## tritonserver with the engine, in the foreground: MODEL=dir HTTP_PORT= GRPC_PORT= METRICS_PORT= SERVE_ARGS=
-	$(BIN)/cedar serve $(if $(MODEL),--model "$(MODEL)") --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(SERVE_ARGS)
+	exec $(BIN)/cedar serve $(if $(MODEL),--model "$(MODEL)") $(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(if $(GRPC_PORT),--grpc-port $(GRPC_PORT)) \
+	  $(if $(METRICS_PORT),--metrics-port $(METRICS_PORT)) $(SERVE_ARGS)
 
 test: $(STAMP) ## every test that needs no GPU, fast ones first: TEST_ARGS="tests/cache -x"
 	VENV="$(VENV)" bash scripts/test.sh $(TEST_ARGS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cedar.config.engine import EngineConfig
+from cedar.config.engine import EngineConfig, misspelt
 from cedar.errors import CedarError, ErrorCode
 
 
@@ -96,3 +96,14 @@ def test_bad_yaml_does_not_name_its_file(tmp_path: Path, text: str) -> None:
 
 def test_a_setting_has_no_help() -> None:
     assert all(field.metadata["help"] for field in fields(EngineConfig))
+
+
+def test_yaml_beside_the_shipped_repository_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cedar.config.engine.SHIPPED_REPOSITORY", tmp_path / "model_repository")
+    (tmp_path / "cedar.yaml").write_text("page_tokens: 32\n")
+    assert EngineConfig.load({}, {}).page_tokens == 32
+
+
+def test_a_misspelt_variable_is_silent_or_a_foreign_one_is_blamed() -> None:
+    env = {"CEDAR_LEESE_MS": "5", "CEDAR_LEASE_MS": "5", "CEDAR_SERVICE_HOST": "10.0.0.1", "CEDAR_URL": "h:1", "HOME": "/"}
+    assert misspelt(env) == {"CEDAR_LEESE_MS": "CEDAR_LEASE_MS"}

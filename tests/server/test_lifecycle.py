@@ -17,11 +17,10 @@ import psutil
 import pytest
 from cedar_server import Answer, Client, Server, eventually, free_ports
 
-from cedar.config.engine import EngineConfig
+from cedar.config.engine import SHIPPED_REPOSITORY, EngineConfig
 from cedar.model.embedded import embedded_model_dir
 from cedar.service.directory import EngineDirectory
 from cedar.service.owner import Owner
-from cedar.triton import pbtxt
 from cedar.triton.bundle import find_triton, python_environment
 
 Start = Callable[..., Server]
@@ -221,7 +220,7 @@ def test_the_repository_does_not_load_in_a_plain_server(tmp_path: Path) -> None:
     """As in a container: tritonserver alone, with the settings in its environment."""
     triton = find_triton(EngineConfig())
     http_port, grpc_port, metrics_port = free_ports(3)
-    command = [triton.executable, f"--model-repository={pbtxt.shipped_repository()}", *triton.arguments]
+    command = [triton.executable, f"--model-repository={SHIPPED_REPOSITORY}", *triton.arguments]
     command += [f"--{kind}-address=127.0.0.1" for kind in ("http", "grpc", "metrics")]
     command += [f"--http-port={http_port}", f"--grpc-port={grpc_port}", f"--metrics-port={metrics_port}"]
     environment = os.environ | python_environment() | triton.environment

@@ -134,3 +134,22 @@ def test_ports_zero_are_not_told(tmp_path: Path) -> None:
     finally:
         process.terminate()
         assert process.wait(40) == 0
+
+
+def test_a_second_signal_waits_for_the_drain(start: Start) -> None:
+    server = start("--drain-timeout-ms", "60000")
+    processes = server.everything()
+    with server.client() as client:
+        answer = client.submit(**endless())
+        client.wait(lambda: answer.ids)
+        server.process.terminate()
+        eventually(lambda: b"draining" in server.log.read_bytes(), 5, "a drain")
+        ends_cleanly(server, processes)
+
+
+def test_a_signal_while_the_model_loads_is_lost(start: Start) -> None:
+    server = start(wait=False)
+    eventually(lambda: b"loading the model" in server.log.read_bytes(), 30, "a model that loads")
+    triton = server.triton()
+    assert triton is not None
+    ends_cleanly(server, [triton])

@@ -116,3 +116,22 @@ def test_broken_engine_stays_and_takes_requests(short_directory: str) -> None:
     with pytest.raises(CedarError):
         client.status()
     client.close()
+
+
+def test_step_that_hangs_keeps_the_engine_up_for_ever(short_directory: str) -> None:
+    address = f"unix:{short_directory}/engine.sock"
+    script = FAILING_ENGINE.replace("GatedRunner(0.005)", "GatedRunner(3600.0)").format(tests=os.path.dirname(__file__))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, address],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "CEDAR_STEP_TIMEOUT_MS": "500"},
+    )
+    client = EngineClient(address)
+    until(lambda: client.connected and client.status().state == "serving", "the engine serves")
+    done: list[object] = []
+    client.encode(request("r"), lambda progress: None, done.append)
+    assert process.wait(PATIENCE_S) == 1
+    until(lambda: done, "the caller hears of it")
+    assert isinstance(done[0], CedarError)
+    client.close()

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cedar.config.engine import EngineConfig
+from cedar.config.engine import SHIPPED_REPOSITORY, EngineConfig
 from cedar.errors import CedarError
 from cedar.triton import bundle, pbtxt
 from cedar.triton.bundle import STUB, Triton, find_triton, python_environment
-from cedar.triton.server import claim_port, claim_ports, settings_environment
+from cedar.triton.server import claim_ports, settings_environment
 from cedar.triton.supervisor import check_model, repository_of
 
 CONFIG = EngineConfig()
@@ -117,7 +117,7 @@ def test_a_port_is_not_checked() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CedarError, match=rf"http_port: 127.0.0.1:{port} cannot be bound"):
-            claim_port("http_port", "127.0.0.1", port)
+            claim_ports(replace(CONFIG, http_port=port, grpc_port=0, metrics_port=0))
     with pytest.raises(CedarError, match="allowed: different ports"):
         claim_ports(replace(CONFIG, http_port=8000, grpc_port=8000))
     assert len(set(claim_ports(replace(CONFIG, http_port=0, grpc_port=0, metrics_port=0)))) == 3
@@ -130,11 +130,11 @@ def test_a_missing_repository_or_model_is_found_late(tmp_path: Path) -> None:
         check_model(replace(CONFIG, model=str(tmp_path)))
     with pytest.raises(CedarError, match="model: is empty although engine_address is set"):
         check_model(replace(CONFIG, engine_address="unix:/e.sock"))
-    assert repository_of(CONFIG) == pbtxt.shipped_repository()
+    assert repository_of(CONFIG) == SHIPPED_REPOSITORY
 
 
 def test_an_installed_wheel_has_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pbtxt, "shipped_repository", lambda: tmp_path / "none")
+    monkeypatch.setattr("cedar.triton.supervisor.SHIPPED_REPOSITORY", tmp_path / "none")
     monkeypatch.setattr("cedar.triton.supervisor.cache_directory", lambda: tmp_path)
     assert pbtxt.differences(repository_of(CONFIG)) == []
 

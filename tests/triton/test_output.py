@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cedar.engine.request import SamplingParams
 from cedar.errors import ErrorCode
+from cedar.text.output import OutputText
 from cedar.text.tokenizer import load_tokenizer
 from cedar.triton.envelope import Envelope, Reply
 from cedar.triton.output import SequenceOutput, empty_values
@@ -64,6 +65,36 @@ def test_a_stop_string_is_emitted_or_held_back_for_ever() -> None:
     assert not out.ended_here
     left = output(["STOP"])
     assert "".join(values["text_output"] for values in run(left, [tokens("ab STO"), tokens("", "length")])) == "ab STO"
+
+
+@given(
+    st.lists(st.sampled_from(["wor", "ld", " hel", "lo", "x"]), min_size=1, max_size=12),
+    st.lists(st.sampled_from(["wor", "orl", "lo", "xx", "ld h"]), min_size=1, max_size=3),
+    st.integers(0, 8),
+)
+def test_engine_and_front_see_different_ends(parts: list[str], stops: list[str], min_tokens: int) -> None:
+    ids = TOKENIZER.encode("".join(parts))
+    engine = OutputText(TOKENIZER, stops, min_tokens)
+    end = next((n for n, token in enumerate(ids, 1) if engine.push(token).matched is not None), None)
+    out = SequenceOutput(
+        Envelope(key="k", sampling=SamplingParams(stop=tuple(stops), min_tokens=min_tokens), reply=Reply()), TOKENIZER, ROOM
+    )
+    for n, token in enumerate(ids, 1):
+        out.feed(pb.SequenceTokens(token_ids=[token]))
+        assert (out.finish_reason == "stop") == (n == end)
+        if n == end:
+            break
+
+
+def test_the_text_of_the_first_min_tokens_is_cut_at_a_stop_string() -> None:
+    ids = TOKENIZER.encode("hello world hello world")
+    cut = len(TOKENIZER.encode("hello world"))
+    out = SequenceOutput(
+        Envelope(key="k", sampling=SamplingParams(stop=("wor",), min_tokens=cut), reply=Reply()), TOKENIZER, ROOM
+    )
+    taken = run(out, [pb.SequenceTokens(token_ids=[token]) for token in ids])
+    assert "".join(values["text_output"] for values in taken) == "hello world hello "
+    assert taken[-1]["finish_reason"] == "stop"
 
 
 def test_a_stop_string_that_only_we_see_does_not_end_the_sequence() -> None:

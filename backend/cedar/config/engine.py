@@ -7,6 +7,7 @@ Precedence: flag > environment ``CEDAR_<NAME>`` > YAML (``CEDAR_CONFIG``, else `
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +17,9 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from cedar.errors import invalid
+
+SHIPPED_REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
+"""The model repository of the checkout that this package lies in (it may not exist: an installed wheel)."""
 
 
 def _flag(default: Any, text: str, *choices: str) -> Any:
@@ -50,6 +54,7 @@ class EngineConfig:
     default_timeout_ms: int = _flag(0, "deadline of requests that name none; 0: none")
     max_output_bytes: int = _flag(1 << 22, "ceiling of one request's emitted text, in bytes")
     max_prompt_bytes: int = _flag(1 << 24, "ceiling of text_input and messages, in bytes")
+    step_timeout_ms: int = _flag(600000, "a step that takes longer has hung: the engine process ends and is started afresh")
     lease_ms: int = _flag(5000, "an encoded sequence that nobody attaches to is freed after this")
     tick_ms: int = _flag(250, "interval of progress ticks and keep-alives, and so of seeing a cancel while no token comes")
     coalesce_ms: int = _flag(10, "longest time tokens wait to share a message when the receiver lags")
@@ -100,7 +105,7 @@ class EngineConfig:
             if choices and getattr(self, f.name) not in choices:
                 raise invalid(f.name, f"is {getattr(self, f.name)!r}", " | ".join(c or "(empty)" for c in choices))
         at_least_one = ("max_num_seqs", "max_waiting", "max_num_batched_tokens", "max_output_bytes", "max_prompt_bytes")
-        for name in (*at_least_one, "lease_ms", "tick_ms", "engine_start_timeout_ms"):
+        for name in (*at_least_one, "lease_ms", "tick_ms", "step_timeout_ms", "engine_start_timeout_ms"):
             if getattr(self, name) < 1:
                 raise invalid(name, f"is {getattr(self, name)}", "at least 1")
         for name in ("max_model_len", "kv_cache_bytes", "default_timeout_ms", "coalesce_ms", "drain_timeout_ms", "cpu_threads"):
@@ -134,6 +139,15 @@ class EngineConfig:
         return settings | {"CEDAR_CONFIG": os.devnull}
 
 
+def misspelt(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are no setting but look like one -> that one. Others are not ours to judge: a cluster may name its own
+    service variables ``CEDAR_…`` too."""
+    settings = [f"CEDAR_{f.name.upper()}" for f in fields(EngineConfig)]
+    names = (name for name in env if name.startswith("CEDAR_") and name not in settings)
+    close = {name: difflib.get_close_matches(name, settings, n=1, cutoff=0.85) for name in names}
+    return {name: match[0] for name, match in close.items() if match}
+
+
 def _yaml_path(flags: Mapping[str, Any], env: Mapping[str, str]) -> Path | None:
     """``CEDAR_CONFIG`` must exist; ``cedar.yaml`` beside the model repository is optional."""
     if env.get("CEDAR_CONFIG"):
@@ -141,11 +155,9 @@ def _yaml_path(flags: Mapping[str, Any], env: Mapping[str, str]) -> Path | None:
         if not path.exists():
             raise invalid("CEDAR_CONFIG", f"{path} does not exist", "a readable YAML file")
         return path
-    repository = flags.get("model_repository") or env.get("CEDAR_MODEL_REPOSITORY")
-    if repository:
-        path = Path(repository).resolve().parent / "cedar.yaml"
-        return path if path.is_file() else None
-    return None
+    repository = flags.get("model_repository") or env.get("CEDAR_MODEL_REPOSITORY") or SHIPPED_REPOSITORY
+    path = Path(repository).resolve().parent / "cedar.yaml"
+    return path if path.is_file() else None
 
 
 _NOTHING = ("", "~", "null")

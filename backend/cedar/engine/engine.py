@@ -24,10 +24,10 @@ from cedar.engine.sampler import Sampled, Sampler, SamplingState
 from cedar.engine.scheduler import Scheduler, StepPlan
 from cedar.engine.sequence import Sequence
 from cedar.engine.stats import EngineStats, Metric, NullRecorder, Recorder
-from cedar.engine.stops import StopChecker
 from cedar.engine.updates import SequenceUpdate
 from cedar.engine.work import Runner, StepResult
 from cedar.errors import CedarError, ErrorCode, invalid, unavailable
+from cedar.text.output import OutputText
 from cedar.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class _Live:
 
     seq: Sequence
     sampling: SamplingState
-    stops: StopChecker | None
+    text: OutputText | None  # only requests with stop strings pay for detokenisation here
     unix_offset_ns: int
 
 
@@ -120,7 +120,7 @@ class Engine:
         self._live[seq.handle] = _Live(
             seq=seq,
             sampling=SamplingState(sampling, request.input_ids, seq.end_ids, seed),
-            stops=StopChecker(self._tokenizer, sampling) if sampling.stop and self._tokenizer is not None else None,
+            text=OutputText(self._tokenizer, sampling.stop, sampling.min_tokens) if sampling.stop and self._tokenizer else None,
             unix_offset_ns=unix_offset_ns,
         )
         self._handles[request.key] = seq.handle
@@ -285,7 +285,7 @@ class Engine:
         update.num_output_tokens = seq.num_output_tokens
         if sample.logprobs is not None:
             update.logprobs.append(sample.logprobs)
-        stopped = live.stops is not None and live.stops.push(sample.token_id)
+        stopped = live.text is not None and live.text.push(sample.token_id).matched is not None
         if sample.token_id in seq.end_ids or stopped:
             self._end(live, FinishReason.STOP)
         elif seq.num_output_tokens >= seq.max_tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -55,6 +56,7 @@ class EngineThread:
         self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._drained: list[Future[None]] = []
         self._stopping = False
+        self._step_began: float | None = None
         self._state = LoopState.SERVING
         self._error = ""
         self._thread = threading.Thread(target=self._main, name="cedar-engine", daemon=True)
@@ -72,6 +74,11 @@ class EngineThread:
     def error(self) -> str:
         """Why, with state ``failed``."""
         return self._error
+
+    def seconds_in_step(self) -> float:
+        """How long the step that runs now has taken; 0 between steps. A device that hangs shows here and nowhere else."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def add(self, request: GenerationRequest) -> Future[str]:
         """`Engine.add`."""
@@ -133,7 +140,10 @@ class EngineThread:
             while self._wait():
                 self._run_commands()
                 if self._engine.has_work():
-                    self._emit(self._engine.step())
+                    self._step_began = time.monotonic()
+                    updates = self._engine.step()
+                    self._step_began = None
+                    self._emit(updates)
                 self._report_drained()
             self._close(LoopState.STOPPED, unavailable(_SHUTTING_DOWN))
         except BaseException as error:

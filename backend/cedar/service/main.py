@@ -104,9 +104,13 @@ class EngineProcess:
             await asyncio.sleep(FAILED_LINGER_S)
             return
         await self._service.accept(self._serving)
-        while self._serving.engine.state not in ("failed", "stopped"):
+        engine, longest = self._serving.engine, self._config.step_timeout_ms / 1000
+        while engine.state not in ("failed", "stopped"):
+            if engine.seconds_in_step() > longest:
+                log.error("the engine hangs: its step has taken more than step_timeout_ms (%d)", self._config.step_timeout_ms)
+                return
             await asyncio.sleep(_ENGINE_POLL_S)
-        log.error("the engine has failed: %s", self._serving.engine.error)
+        log.error("the engine has failed: %s", engine.error)
 
     async def _load(self) -> Serving:
         """`load_engine` on a thread that nobody has to join: a process that is to end does not wait for a model."""

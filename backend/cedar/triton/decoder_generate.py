@@ -6,7 +6,6 @@ It runs once per response of `encoder_prefill`: for a tick it only looks whether
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,14 +17,13 @@ from cedar.text.tokenizer import load_tokenizer
 from cedar.triton import responses
 from cedar.triton.checkpoint import model_directory
 from cedar.triton.envelope import Envelope
-from cedar.triton.link import JOIN_TIMEOUT_S, EngineLink, end_with_server
+from cedar.triton.link import JOIN_TIMEOUT_S, EngineLink, end_with_server, run_guarded
 from cedar.triton.logs import start_logging
 from cedar.triton.output import SequenceOutput, empty_values
 from cedar.triton.tensors import STEPS
 from cedar.v1 import engine_pb2 as pb
 
 OUTPUTS = STEPS[2].outputs
-log = logging.getLogger("cedar.triton.decoder_generate")
 
 
 @dataclass(eq=False)
@@ -57,7 +55,8 @@ class DecoderGenerate:
         self._streams: set[Stream] = set()
         self._woken: list[Stream] = []
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="cedar-send", daemon=True)
+        self._next_tick = 0.0
+        self._thread = threading.Thread(target=run_guarded, args=(self._turn,), name="cedar-send", daemon=True)
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -107,24 +106,23 @@ class DecoderGenerate:
                 self._changed.notify()
             stream.inbox.append(tokens)
 
-    def _run(self) -> None:
-        next_tick = time.monotonic() + self._tick_s
-        while True:
-            with self._changed:
-                while not self._woken and not self._closed and (wait := next_tick - time.monotonic()) > 0:
-                    self._changed.wait(wait if self._streams else None)
-                woken, self._woken = self._woken, []
-                inboxes = []
-                for stream in woken:
-                    inboxes.append(stream.inbox)
-                    stream.inbox = []
-                if self._closed and not woken:
-                    return
-            for stream, inbox in zip(woken, inboxes, strict=True):
-                self._advance(stream, inbox)
-            if (now := time.monotonic()) >= next_tick:
-                next_tick = now + self._tick_s / 2  # so that none is silent for longer than a tick
-                self._keep_alive(now)
+    def _turn(self) -> bool:
+        """Wait for the next thing to send, and send it."""
+        with self._changed:
+            while not self._woken and not self._closed and (wait := self._next_tick - time.monotonic()) > 0:
+                self._changed.wait(wait if self._streams else None)
+            woken = [(stream, stream.inbox) for stream in self._woken]
+            for stream in self._woken:
+                stream.inbox = []
+            self._woken = []
+            if self._closed and not woken:
+                return False
+        for stream, inbox in woken:
+            self._advance(stream, inbox)
+        if (now := time.monotonic()) >= self._next_tick:
+            self._next_tick = now + self._tick_s / 2  # so that none is silent for longer than a tick
+            self._keep_alive(now)
+        return True
 
     def _advance(self, stream: Stream, inbox: list[pb.SequenceTokens]) -> None:
         """Send what the inbox holds as one response."""

@@ -16,7 +16,7 @@ from cedar.config.engine import EngineConfig
 from cedar.errors import CedarError
 from cedar.triton import responses
 from cedar.triton.envelope import Envelope
-from cedar.triton.link import JOIN_TIMEOUT_S, EngineLink, end_with_server
+from cedar.triton.link import JOIN_TIMEOUT_S, EngineLink, end_with_server, run_guarded
 from cedar.triton.logs import start_logging
 from cedar.triton.tensors import STEPS
 from cedar.v1 import engine_pb2 as pb
@@ -49,7 +49,8 @@ class EncoderPrefill:
         self._pending: set[Pending] = set()
         self._done: list[Pending] = []
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="cedar-ticks", daemon=True)
+        self._next_tick = 0.0
+        self._thread = threading.Thread(target=run_guarded, args=(self._turn,), name="cedar-ticks", daemon=True)
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -88,21 +89,21 @@ class EncoderPrefill:
             self._done.append(pending)
             self._changed.notify()
 
-    def _run(self) -> None:
-        next_tick = time.monotonic() + self._tick_s
-        while True:
-            with self._changed:
-                while not self._done and not self._closed and (wait := next_tick - time.monotonic()) > 0:
-                    self._changed.wait(wait if self._pending else None)
-                done, self._done = self._done, []
-                self._pending.difference_update(done)
-                if self._closed and not done:
-                    return
-            for pending in done:
-                self._reply(pending)
-            if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + self._tick_s
-                self._tick()
+    def _turn(self) -> bool:
+        """Wait for the next thing to send, and send it."""
+        with self._changed:
+            while not self._done and not self._closed and (wait := self._next_tick - time.monotonic()) > 0:
+                self._changed.wait(wait if self._pending else None)
+            done, self._done = self._done, []
+            self._pending.difference_update(done)
+            if self._closed and not done:
+                return False
+        for pending in done:
+            self._reply(pending)
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + self._tick_s
+            self._tick()
+        return True
 
     def _tick(self) -> None:
         with self._changed:

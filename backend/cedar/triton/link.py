@@ -9,6 +9,7 @@ import os
 import select
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from queue import Full, Queue
 
@@ -46,6 +47,16 @@ def end_with_server() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="cedar-parent", daemon=True).start()
+
+
+def run_guarded(turn: Callable[[], bool]) -> None:
+    """Call ``turn`` until it returns False. An exception is logged: the one thread that sends must not end for it."""
+    again = True
+    while again:
+        try:
+            again = turn()
+        except Exception:
+            log.exception("a turn of the sending thread failed")
 
 
 class EngineLink:

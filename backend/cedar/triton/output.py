@@ -9,8 +9,7 @@ from typing import Any
 
 from cedar.engine.request import FinishReason
 from cedar.errors import CedarError, ErrorCode
-from cedar.text.detokenizer import IncrementalDetokenizer
-from cedar.text.stop import StopMatcher
+from cedar.text.output import OutputText
 from cedar.text.tokenizer import Tokenizer
 from cedar.triton.envelope import Envelope
 from cedar.v1 import engine_pb2 as pb
@@ -26,8 +25,7 @@ class SequenceOutput:
     def __init__(self, envelope: Envelope, tokenizer: Tokenizer, max_output_bytes: int) -> None:
         self._reply = envelope.reply
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._matcher = StopMatcher(envelope.sampling.stop)
+        self._output = OutputText(tokenizer, envelope.sampling.stop, envelope.sampling.min_tokens)
         self._room = max_output_bytes
         self._text: list[str] = [self._reply.echo]
         self._ids: list[int] = []
@@ -52,7 +50,11 @@ class SequenceOutput:
         self._ids += message.token_ids
         self._total += len(message.token_ids)
         self._feed_logprobs(message)
-        self._feed_text(self._detokenizer.push(message.token_ids))
+        for token_id in message.token_ids:
+            result = self._output.push(token_id)
+            self._append(result.emit)
+            if result.matched is not None:
+                self._end(FinishReason.STOP)
         if message.finish_reason:
             self._finish(message)
             self.ended_here = False
@@ -66,15 +68,9 @@ class SequenceOutput:
             code = ErrorCode(message.error_code) if message.error_code in ErrorCode.__members__ else code
             self.error = CedarError(code, message.error_message)
             return
-        self._feed_text(self._detokenizer.finish())
-        self._append(self._matcher.finish())
-        self.finish_reason = self.finish_reason or message.finish_reason
-
-    def _feed_text(self, text: str) -> None:
-        result = self._matcher.push(text)
-        self._append(result.emit)
-        if result.matched is not None:
-            self._end(FinishReason.STOP)
+        if not self.finish_reason:  # nothing of what follows a stop string is text
+            self.finish_reason = message.finish_reason
+            self._append(self._output.finish())
 
     def _append(self, text: str) -> None:
         data = text.encode()

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from cedar.config.engine import SHIPPED_REPOSITORY
 from cedar.triton.tensors import ENSEMBLE, EXTRA_KEYS, INPUTS, OUTPUTS, STEPS, Step, Tensor
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0\n# Made by `python -m cedar.triton.pbtxt --write`; never edited.\n"
@@ -109,17 +110,12 @@ def markdown() -> str:
     )
 
 
-def shipped_repository() -> Path:
-    """The model repository of the checkout that this package lies in (it may not exist: an installed wheel)."""
-    return Path(__file__).resolve().parents[3] / "model_repository"
-
-
 def main() -> int:
     """Exit status 1: ``--check`` found differences."""
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", nargs="?", const=shipped_repository(), type=Path, metavar="DIR")
-    what.add_argument("--check", nargs="?", const=shipped_repository(), type=Path, metavar="DIR")
+    what.add_argument("--write", nargs="?", const=SHIPPED_REPOSITORY, type=Path, metavar="DIR")
+    what.add_argument("--check", nargs="?", const=SHIPPED_REPOSITORY, type=Path, metavar="DIR")
     what.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
     if arguments.markdown:

@@ -40,27 +40,25 @@ def settings_environment(config: EngineConfig) -> dict[str, str]:
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values}
 
 
-def claim_port(name: str, host: str, port: int) -> int:
-    """``port`` if it can be bound, a free one for 0; INVALID_ARGUMENT if it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise invalid(name, f"{host}:{port} cannot be bound ({error.strerror})", "a free port, or 0 for any") from None
-        return int(probe.getsockname()[1])
-
-
 def claim_ports(config: EngineConfig) -> tuple[int, int, int]:
-    """HTTP, gRPC and metrics port, all different and free now."""
+    """HTTP, gRPC and metrics port, free now; a 0 becomes a free one. INVALID_ARGUMENT names one that is taken."""
     names = ("http_port", "grpc_port", "metrics_port")
     ports = [getattr(config, name) for name in names]
     named = [port for port in ports if port]
     if len(set(named)) < len(named):
         raise invalid(", ".join(names), f"are {', '.join(map(str, ports))}", "different ports")
-    http, grpc, metrics = (claim_port(name, config.host, port) for name, port in zip(names, ports, strict=True))
-    return http, grpc, metrics
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with contextlib.ExitStack() as held:  # all at once, so that free ones differ
+        for index, name in enumerate(names):
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.host, ports[index]))
+            except OSError as error:
+                problem = f"{config.host}:{ports[index]} cannot be bound ({error.strerror})"
+                raise invalid(name, problem, "a free port, or 0 for any") from None
+            ports[index] = probe.getsockname()[1]
+    return ports[0], ports[1], ports[2]
 
 
 def _die_with_parent() -> None:
@@ -99,8 +97,13 @@ class TritonServer:
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        self.owner = Owner.of(self._process.pid)
+        try:
+            self.owner = Owner.of(self._process.pid)
+        except CedarError:
+            status = self._process.wait(KILL_TIMEOUT_S)
+            raise CedarError(ErrorCode.INTERNAL, f"{triton.executable} ended at once with status {status}") from None
         self._stubs: dict[psutil.Process, str] = {}
+        self._shared_memory: set[Path] = set()
 
     @property
     def exit_status(self) -> int | None:
@@ -178,6 +181,7 @@ class TritonServer:
                     model = Path(command[1]).parents[1].name if len(command) > 1 and command[0].endswith(STUB) else ""
                     if model and _alive(child):
                         found[child] = model
+                        self._shared_memory.add(Path("/dev/shm") / command[2])
         return found
 
     def engine_directory(self) -> EngineDirectory | None:
@@ -190,6 +194,7 @@ class TritonServer:
 
     def terminate(self) -> None:
         """Ask it to end; returns when it has, or has been killed after its own exit timeout."""
+        self._find_stubs()
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_TIMEOUT_S + 1)
@@ -206,6 +211,8 @@ class TritonServer:
             time.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        for region in self._shared_memory:  # left by a stub that was killed, or that had ended before its server was
+            region.unlink(missing_ok=True)
         directory = self.engine_directory()
         engine = directory.engine() if directory is not None else None
         if engine is not None:

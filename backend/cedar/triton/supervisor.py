@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from cedar.config.engine import EngineConfig
+from cedar.config.engine import SHIPPED_REPOSITORY, EngineConfig
 from cedar.errors import CedarError, ErrorCode, invalid
 from cedar.service.client import EngineClient
 from cedar.service.owner import Owner
@@ -238,7 +238,9 @@ class Supervisor:
         if server is None or server.exit_status is not None:
             return
         log.info("draining (up to %d ms)", self._config.drain_timeout_ms)
-        try:
+        self._stop.clear()
+
+        def work() -> None:
             client = EngineClient(server.engine_address())
             try:
                 left = client.drain(self._config.drain_timeout_ms).remaining
@@ -249,10 +251,15 @@ class Supervisor:
             # the engine is done, but the last responses may still be on their way through the steps
             server.unload(ENSEMBLE)
             server.wait_unloaded(ENSEMBLE, LAST_RESPONSES_S)
-        except CedarError as error:
-            log.warning("nothing to drain: %s", error)
-            return
-        server.terminate()
+
+        try:
+            self._await(work)
+        except Stopped:
+            log.warning("asked to end again: not waiting any longer")
+        except (Ended, CedarError) as end:
+            log.warning("nothing to drain: %s", end)
+        else:
+            server.terminate()
 
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -265,10 +272,10 @@ def repository_of(config: EngineConfig) -> Path:
         if not (path / ENSEMBLE / "config.pbtxt").is_file():
             raise invalid("model_repository", f"{path} has no {ENSEMBLE}/config.pbtxt", "a directory with Cedar's five models")
         return path
-    path = pbtxt.shipped_repository()
-    if not path.is_dir():
-        path = cache_directory() / "model_repository"
-        pbtxt.write(path)
+    if SHIPPED_REPOSITORY.is_dir():
+        return SHIPPED_REPOSITORY
+    path = cache_directory() / "model_repository"
+    pbtxt.write(path)
     return path
 
 

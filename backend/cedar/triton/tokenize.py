@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from cedar.triton.request import Cancel, Limits, parse_request
 from cedar.triton.tensors import STEPS
 
 OUTPUTS = STEPS[0].outputs
-log = logging.getLogger("cedar.triton.tokenize")
 
 
 class Prompts:
