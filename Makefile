@@ -28,7 +28,7 @@ test: $(STAMP) ## every test that needs no GPU, fast ones first: TEST_ARGS="test
 	VENV="$(VENV)" bash scripts/test.sh $(TEST_ARGS)
 
 bench: $(STAMP) ## time to first token and tokens/s of a streamed completion, measured through Triton
-	$(BIN)/cedar bench --output perf/results/cpu_bench.json
+	$(BIN)/cedar bench --output build/perf/cpu_bench.json
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy backend/cedar client/cedar_client perf

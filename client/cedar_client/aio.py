@@ -114,7 +114,7 @@ class AsyncClient:
         channel_args: Sequence[tuple[str, int | str]] = (),
     ) -> None:
         """As `cedar_client.Client`. The connection is made by the first request, in the loop that makes it."""
-        self._url = url
+        self._url = wire.checked_url(url)
         self._model = model
         self._stall_timeout = stall_timeout
         self._credentials = credentials

@@ -103,9 +103,10 @@ class Client:
         metadata: Mapping[str, str] | None = None,
         channel_args: Sequence[tuple[str, int | str]] = (),
     ) -> None:
-        """``url``: host:port of the server's gRPC endpoint. ``stall_timeout``: longest silence in s before a stream is given
-        up with `StallTimeout`; None: wait for ever. ``credentials``: TLS. ``metadata``: headers of every call.
-        ``channel_args``: gRPC options that go over ours."""
+        """``url``: host:port of the server's gRPC endpoint, without http://. ``stall_timeout``: longest silence in s before a
+        stream is given up with `StallTimeout`; None: wait for ever. ``credentials``: TLS. ``metadata``: headers of every
+        call. ``channel_args``: gRPC options that go over ours."""
+        url = wire.checked_url(url)
         options = wire.channel_options(channel_args)
         self._channel = grpc.secure_channel(url, credentials, options) if credentials else grpc.insecure_channel(url, options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)

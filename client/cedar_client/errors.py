@@ -53,13 +53,21 @@ _WRONG_INPUT = re.compile(
     r"unexpected (?:inference input|shape)|inference input '|input '[^']*' already exists|unable to find data"
 )
 """How Triton words refusals of its own, which carry no code inside a stream."""
+_OWN_NAMES = (("sampling_parameters.", ""), ("text_input:", "prompt:"))
+"""Fields of the protocol, and what they are called here: settings travel in one of them but are keywords of their own."""
+_NOT_GRPC = re.compile(r"^failed to connect to all addresses.*(?:Socket closed|Failed parsing HTTP/2)", re.DOTALL)
+"""How gRPC words that somebody listens there but hangs up, or answers in another protocol."""
 
 
 def from_message(message: str, key: str) -> CedarError:
     """The error of a response's ``error_message``."""
     word = _CODE_WORD.search(message)
     if word:
-        return _CLASSES[word.group(1)](message[word.end() :], key)
+        text = message[word.end() :]
+        for theirs, ours in _OWN_NAMES:
+            if text.startswith(theirs):
+                text = ours + text.removeprefix(theirs)
+        return _CLASSES[word.group(1)](text, key)
     if _NOT_NOW.search(message):
         return Unavailable(message, key)
     if _WRONG_INPUT.search(message):
@@ -71,7 +79,8 @@ def from_status(code: grpc.StatusCode, details: str | None, key: str) -> CedarEr
     """The error of a call that ended with a gRPC status."""
     text = details or code.name
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return ConnectionLost(text, key)
+        hint = "; or is that the HTTP port? gRPC is 8001 by default" if _NOT_GRPC.match(text) else ""
+        return ConnectionLost(text + hint, key)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgument(text, key)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -40,6 +40,14 @@ def channel_options(given: Sequence[tuple[str, int | str]]) -> list[tuple[str, i
     return list({**CHANNEL_ARGS, **dict(given)}.items())
 
 
+def checked_url(url: str) -> str:
+    """``url`` unless it is a web address, which gRPC would look up as a host name. Its own schemes (unix:, dns:) pass."""
+    if url.lower().startswith(("http://", "https://", "grpc://", "grpcs://")):
+        scheme = url.partition("//")[0]
+        raise InvalidArgument(f"url: is {url!r}; allowed: host:port without {scheme}//, such as localhost:8001")
+    return url
+
+
 def new_key() -> str:
     return secrets.token_hex(16)
 
@@ -57,9 +65,15 @@ def generate_request(
     present = [name for name, value in given.items() if value is not None]
     if len(present) != 1:
         raise InvalidArgument(f"{' and '.join(present) or 'no prompt'} given; allowed: exactly one of {', '.join(given)}", key)
+    if prompt is not None and not isinstance(prompt, str):
+        raise InvalidArgument(
+            f"prompt: is a {type(prompt).__name__}; allowed: one text, one request per prompt (for many: "
+            "ThreadPoolExecutor().map(client.complete, prompts), or asyncio.gather with AsyncClient)",
+            key,
+        )
     request = pb.ModelInferRequest(model_name=model, id=key)
     if prompt is not None:
-        _add_text(request, "text_input", prompt)
+        _add_text(request, "text_input", prompt, "prompt")
     elif input_ids is not None:
         _add_ids(request, input_ids, key)
     else:
@@ -131,11 +145,12 @@ def _add(request: pb.ModelInferRequest, name: str, datatype: str, shape: list[in
     request.raw_input_contents.append(raw)
 
 
-def _add_text(request: pb.ModelInferRequest, name: str, text: str) -> None:
+def _add_text(request: pb.ModelInferRequest, name: str, text: str, own_name: str = "") -> None:
+    """``own_name``: what callers know the tensor ``name`` as, if not by that."""
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{name}: holds half of a surrogate pair; allowed: well-formed Unicode") from error
+        raise InvalidArgument(f"{own_name or name}: holds half of a surrogate pair; allowed: well-formed Unicode") from error
     _add(request, name, "BYTES", [1], struct.pack("<I", len(data)) + data)
 
 

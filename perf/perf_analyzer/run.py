@@ -29,7 +29,7 @@ from cedar.bench import facts
 from cedar.bench.screen import progress, report_console
 from cedar.bench.stats import describe
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+OUTPUT = Path(__file__).resolve().parents[2] / "build" / "perf"
 
 
 class LevelError(Exception):
@@ -42,7 +42,7 @@ def main(
     metrics_url: Annotated[str, typer.Option(help="its Prometheus page")] = "http://127.0.0.1:8002/metrics",
     concurrency: Annotated[str, typer.Option(help="levels, such as 1,4,16; default: the profile's")] = "",
     requests_per_slot: Annotated[int, typer.Option(help="requests per concurrent slot; default: the profile's", min=0)] = 0,
-    output: Annotated[Path | None, typer.Option(help="result file; default: perf/results/perf_analyzer_PROFILE.json")] = None,
+    output: Annotated[Path | None, typer.Option(help="result file; default: build/perf/perf_analyzer_PROFILE.json")] = None,
     perf_analyzer: Annotated[Path | None, typer.Option(help="a perf_analyzer of your own")] = None,
     keep_exports: Annotated[Path | None, typer.Option(help="directory for the raw inputs and profile exports")] = None,
     note: Annotated[str, typer.Option(help="free text for the result file: what the server runs, on what")] = "",
@@ -79,7 +79,7 @@ def main(
         console.print(f"[bold red]failed:[/] {escape(str(error))}")
         raise typer.Exit(1) from error
     result = {**head, "levels": rows}
-    path = output or RESULTS / f"perf_analyzer_{load.name}.json"
+    path = output or OUTPUT / f"perf_analyzer_{load.name}.json"
     facts.write(path, result)
     report.tables(result, console)
     report.plot(result, path.with_suffix(".png"), console)

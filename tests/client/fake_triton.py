@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import socket
+import socketserver
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -157,6 +158,25 @@ class FrozenLink:
             connection.close()
 
 
+@contextmanager
+def web_server(answer: bytes) -> Iterator[str]:
+    """Something that listens but does not speak gRPC: answers whatever it reads and hangs up. Yields its address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.server_address[1]}"
+        finally:
+            listener.shutdown()
+            thread.join(10)
+
+
 def two_words(call: Call) -> Iterator[Response]:
     yield data("Hello", (1,))
     yield data(" world", (2, 3), finish="stop", final=True)
@@ -202,6 +222,10 @@ def foreign(call: Call) -> Iterator[Response]:
 def cancelled_by_server(call: Call) -> Iterator[Response]:
     yield data("Hello", (1,))
     call.context.abort(grpc.StatusCode.CANCELLED, "by an administrator")
+
+
+def cancelled_early(call: Call) -> Iterator[Response]:
+    yield data(finish="cancelled", final=True)
 
 
 def rich(call: Call) -> Iterator[Response]:

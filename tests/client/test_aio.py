@@ -47,6 +47,11 @@ def test_whole_result_joins_its_deltas(server: FakeTriton) -> None:
     assert server.calls[0].parameters == {"max_tokens": 3, "request_key": "mine"}
 
 
+def test_several_prompts_in_one_request_are_refused_before_it_is_sent(server: FakeTriton) -> None:
+    with pytest.raises(InvalidArgument, match=r"prompt: is a list; .*asyncio\.gather"):
+        run(server, lambda client: client.complete(["a", "b"]))
+
+
 def test_chat_sends_only_what_was_given(server: FakeTriton) -> None:
     result = run(server, lambda client: client.chat([{"role": "user", "content": "a"}], thinking=False).complete())
     assert result.text == '{"messages": [{"role": "user", "content": "a"}], "thinking": false}'

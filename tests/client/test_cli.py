@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cedar generate` and `cedar chat` as processes, at a pipe and at a terminal."""
+"""`cedar generate`, `chat`, `bench` and `inspect` as processes, at a pipe and at a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_triton import FakeTriton, refuse
+from fake_triton import FakeTriton, Script, cancelled_early, refuse, web_server
+
+from cedar.bench import load
 
 BACKEND = Path(__file__).parents[2] / "backend"
 LIMIT = 60
@@ -26,13 +28,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "TERM": "xterm", **more}
 
 
-def command(server: FakeTriton, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "cedar", *arguments, "--url", server.url]
+def command(url: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cedar", *arguments, "--url", url]
 
 
-def run(server: FakeTriton, *arguments: str, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+def run(url: str, *arguments: str, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(server, *arguments),
+        command(url, *arguments),
         input=stdin,
         capture_output=True,
         text=True,
@@ -78,7 +80,7 @@ class Terminal:
 
 
 def test_generate_keeps_figures_out_of_standard_output(server: FakeTriton) -> None:
-    result = run(server, "generate", "two_words", "--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b")
+    result = run(server.url, "generate", "two_words", "--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b")
     assert (result.returncode, result.stdout) == (0, "Hello world\n")
     assert re.fullmatch(r"\[7 prompt tokens \(4 cached\), 3 tokens, TTFT \d+ ms, [\d.]+ tokens/s, stop\]\n", result.stderr), (
         result.stderr
@@ -93,11 +95,11 @@ def test_generate_keeps_figures_out_of_standard_output(server: FakeTriton) -> No
 
 
 def test_generate_reads_the_prompt_from_a_pipe(server: FakeTriton) -> None:
-    assert run(server, "generate", stdin="two_words").stdout == "Hello world\n"
+    assert run(server.url, "generate", stdin="two_words").stdout == "Hello world\n"
 
 
 def test_generate_json_is_one_object_with_everything(server: FakeTriton) -> None:
-    result = run(server, "generate", "rich", "--json", "--logprobs", "1")
+    result = run(server.url, "generate", "rich", "--json", "--logprobs", "1")
     value = json.loads(result.stdout)
     assert (value["text"], value["token_ids"], value["finish_reason"], value["seed"]) == ("é", [5, 5], "length", 2**64 - 1)
     assert value["logprobs"][0]["top"][0]["token"] == "é"
@@ -106,7 +108,7 @@ def test_generate_json_is_one_object_with_everything(server: FakeTriton) -> None
 
 
 def test_text_the_terminal_cannot_show_does_not_end_the_stream(server: FakeTriton) -> None:
-    result = run(server, "generate", "rich", PYTHONIOENCODING="ascii")
+    result = run(server.url, "generate", "rich", PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stdout) == (0, "\\xe9\n")
 
 
@@ -120,26 +122,66 @@ def test_text_the_terminal_cannot_show_does_not_end_the_stream(server: FakeTrito
 def test_failure_is_one_line_and_status_2(server: FakeTriton, prompt: str, message: str) -> None:
     server.scripts["bad"] = refuse("in ensemble 'cedar', INVALID_ARGUMENT: top_p: is 2; allowed: 0 to 1")
     for arguments, stdin in ((("generate", prompt), ""), (("chat",), f"{prompt}\n")):
-        result = run(server, *arguments, stdin=stdin)
+        result = run(server.url, *arguments, stdin=stdin)
         assert result.returncode == 2
         assert message in result.stderr
         assert "Traceback" not in result.stderr
 
 
-def test_generate_without_a_server_says_what_to_start() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "cedar", "generate", "x", "--url", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=environment(),
-    )
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("127.0.0.1:1", "is `cedar serve` running there"), ("http://localhost:8001", "url: is 'http://localhost:8001'; allowed: ")],
+)
+@pytest.mark.parametrize("arguments", [("generate", "x"), ("chat",), ("bench",)])
+def test_wrong_address_is_an_error_that_says_what_to_do(arguments: tuple[str, ...], url: str, message: str) -> None:
+    result = run(url, *arguments)
     assert result.returncode == 2
-    assert "is `cedar serve` running there?" in " ".join(result.stderr.split())
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("generate", "x"), ("chat",)])
+def test_http_port_is_named_as_such(arguments: tuple[str, ...]) -> None:
+    with web_server(b"") as url:
+        result = run(url, *arguments)
+    assert result.returncode == 2
+    assert "or is that the HTTP port? gRPC is 8001 by default" in result.stderr
+
+
+def test_chat_with_a_server_that_is_not_ready_ends_as_if_all_were_well(server: FakeTriton) -> None:
+    server.not_ready.add("decoder_generate")
+    result = run(server.url, "chat")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"cedar: UNAVAILABLE: no server is ready at {server.url}; ")
+
+
+@pytest.mark.parametrize("script", [cancelled_early, refuse("in ensemble 'cedar', INTERNAL: request k: out of memory")])
+def test_bench_makes_a_figure_of_a_request_that_failed(server: FakeTriton, script: Script, tmp_path: Path) -> None:
+    server.scripts[load.PROMPT] = script
+    result = run(server.url, "bench", "--max-tokens", "4", "--runs", "1", "--output", str(tmp_path / "result.json"))
+    assert result.returncode == 2
+    why = "of 4 tokens (finish_reason cancelled)" if script is cancelled_early else "out of memory"
+    assert re.search(rf"cedar: INTERNAL: request .*{re.escape(why)}$", result.stderr.strip()), result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_inspect_whose_reader_goes_away_ends_quietly(option: tuple[str, ...]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "cedar", "inspect", "--preset", "release", *option],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(LIMIT) == 141
+        assert process.stderr.read() == b""
 
 
 def test_ctrl_c_cancels_the_request_and_ends_with_130(server: FakeTriton) -> None:
-    terminal = Terminal(command(server, "generate", "endless"))
+    terminal = Terminal(command(server.url, "generate", "endless"))
     terminal.until("xxx")
     terminal.interrupt()
     assert "cancelled]" in terminal.until("cancelled]")
@@ -149,7 +191,7 @@ def test_ctrl_c_cancels_the_request_and_ends_with_130(server: FakeTriton) -> Non
 
 def test_reader_that_goes_away_cancels_the_request_quietly(server: FakeTriton) -> None:
     with subprocess.Popen(
-        command(server, "generate", "endless"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        command(server.url, "generate", "endless"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -164,8 +206,9 @@ def payloads(server: FakeTriton) -> list[dict[str, Any]]:
     return [json.loads(call.text("messages")) for call in server.calls]
 
 
-def test_piped_chat_remembers_its_turns_and_prints_answers_only(server: FakeTriton) -> None:
-    result = run(server, "chat", "--system", "Be brief.", stdin="reasoned\n\ntwo_words\n/quit\nreasoned\n")
+@pytest.mark.parametrize("leave", ["/quit", "/exit"])
+def test_piped_chat_remembers_its_turns_and_prints_answers_only(server: FakeTriton, leave: str) -> None:
+    result = run(server.url, "chat", "--system", "Be brief.", stdin=f"reasoned\n\ntwo_words\n{leave}\nreasoned\n")
     assert result.returncode == 0
     assert result.stdout == "Yes.\n"
     assert result.stderr.startswith("because\n[")
@@ -180,7 +223,7 @@ def test_piped_chat_remembers_its_turns_and_prints_answers_only(server: FakeTrit
 
 def test_piped_chat_obeys_commands(server: FakeTriton) -> None:
     lines = ["/thinking off", "two_words", "/reset", "/system Be kind.", "two_words", "/system", "/thinking on", "reasoned"]
-    result = run(server, "chat", "--reasoning-effort", "7", stdin="\n".join(lines))
+    result = run(server.url, "chat", "--reasoning-effort", "7", stdin="\n".join(lines))
     assert result.returncode == 0
     assert result.stdout == "Hello world\nHello world\nYes.\n"
     user, kind = {"role": "user", "content": "two_words"}, {"role": "system", "content": "Be kind."}
@@ -192,16 +235,21 @@ def test_piped_chat_obeys_commands(server: FakeTriton) -> None:
     ]
 
 
+def test_reasoning_effort_none_means_no_thinking(server: FakeTriton) -> None:
+    assert run(server.url, "chat", "--reasoning-effort", "none", stdin="two_words\n").stdout == "Hello world\n"
+    assert payloads(server) == [{"messages": [{"role": "user", "content": "two_words"}], "thinking": False}]
+
+
 @pytest.mark.parametrize("line", ["/nonsense", "/thinking maybe"])
 def test_wrong_command_in_a_script_is_an_error(server: FakeTriton, line: str) -> None:
-    result = run(server, "chat", stdin=f"{line}\n")
+    result = run(server.url, "chat", stdin=f"{line}\n")
     assert result.returncode == 2
     assert "INVALID_ARGUMENT: /" in result.stderr
     assert "allowed: " in result.stderr
 
 
 def test_chat_at_a_terminal_dims_reasoning_survives_ctrl_c_and_errors(server: FakeTriton) -> None:
-    terminal = Terminal(command(server, "chat"))
+    terminal = Terminal(command(server.url, "chat"))
     terminal.until("> ")
     terminal.type("reasoned\n")
     shown = terminal.until("stop]")

@@ -4,14 +4,16 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
 import pytest
-from fake_triton import FakeTriton, FrozenLink, refuse
+from fake_triton import FakeTriton, FrozenLink, refuse, web_server
 
 from cedar_client import (
+    AsyncClient,
     CedarError,
     Client,
     ConnectionLost,
@@ -93,7 +95,9 @@ def test_chat_sends_only_what_was_given(client: Client) -> None:
         ({"input_ids": [1.5]}, "input_ids: not a flat list"),
         ({"input_ids": [2**31]}, "input_ids: not a flat list"),
         ({"input_ids": [-(2**31) - 1]}, "input_ids: not a flat list"),
-        ({"prompt": "a\ud800"}, "text_input: holds half of a surrogate pair"),
+        ({"prompt": "a\ud800"}, "prompt: holds half of a surrogate pair"),
+        ({"prompt": ["a", "b"]}, r"prompt: is a list; allowed: one text, one request per prompt \(for many: .*map"),
+        ({"prompt": b"a"}, "prompt: is a bytes"),
     ],
 )
 def test_unsendable_prompt_is_refused_before_it_is_sent(client: Client, arguments: dict[str, object], message: str) -> None:
@@ -106,6 +110,8 @@ def test_unsendable_prompt_is_refused_before_it_is_sent(client: Client, argument
     [
         ("in ensemble 'cedar', INVALID_ARGUMENT: top_p: is 2; allowed: 0 to 1", InvalidArgument, "top_p: is 2; allowed: 0 to 1"),
         ("in ensemble 'a', in ensemble 'cedar', UNAVAILABLE: queue full", Unavailable, "queue full"),
+        ("INVALID_ARGUMENT: sampling_parameters.stop[1]: is 5", InvalidArgument, r"^stop\[1\]: is 5$"),
+        ("INVALID_ARGUMENT: text_input: is empty", InvalidArgument, "^prompt: is empty$"),
         ("DEADLINE_EXCEEDED: after 5 ms", DeadlineExceeded, "after 5 ms"),
         ("in ensemble 'cedar', INTERNAL: request k failed", ServerError, "request k failed"),
         ("Request for unknown model: 'cedar' is not found", Unavailable, "unknown model"),
@@ -159,9 +165,29 @@ def test_stream_that_breaks_off_raises_instead_of_ending(
 
 def test_no_server_is_a_lost_connection_and_not_a_hang() -> None:
     with Client("127.0.0.1:1") as client:
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(ConnectionLost, match=r"Connection refused$"):
             client.complete("two_words")
         assert client.ready() is False
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"])
+def test_http_port_is_named_as_such(answer: bytes) -> None:
+    with web_server(answer) as url, Client(url) as client:
+        with pytest.raises(ConnectionLost, match=r"or is that the HTTP port\? gRPC is 8001 by default$"):
+            client.complete("two_words")
+        assert client.ready() is False
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("url", ["http://localhost:8001", "HTTPS://localhost:8001", "grpc://localhost:8001"])
+def test_web_address_is_refused_and_not_looked_up_as_a_host_name(kind: Callable[[str], object], url: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"url: is '{url}'; allowed: host:port without {url.split('/')[0]}//"):
+        kind(url)
+
+
+def test_schemes_of_grpc_are_left_alone(server: FakeTriton) -> None:
+    with Client(f"dns:///{server.url}") as client:
+        assert client.ready() is True
 
 
 def test_server_that_dies_mid_stream_is_a_lost_connection(client: Client, server: FakeTriton) -> None:

@@ -119,8 +119,13 @@ def test_many_streams_of_one_client_give_what_each_gives_alone(client: Client, r
     ],
 )
 def test_wrong_setting_is_named(client: Client, settings: dict[str, float], message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
+    with pytest.raises(InvalidArgument, match=f"^{message}"):
         client.complete("Hi", **settings)  # type: ignore[arg-type]
+
+
+def test_http_port_is_named_as_such(real: Server) -> None:
+    with Client(f"127.0.0.1:{real.http_port}") as client, pytest.raises(ConnectionLost, match="is that the HTTP port"):
+        client.complete("Hi", max_tokens=1)
 
 
 def test_wrong_message_is_named(client: Client) -> None:

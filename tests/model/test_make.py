@@ -285,6 +285,9 @@ def test_inspect_counts_the_release_without_weights() -> None:
     assert result.exit_code == 0, result.output
     for text in ("96,085 tensors", "890 B", "2.70 MB", "288.78 GB", "21-23"):
         assert text in result.output
+    rows = dict([cell.strip() for cell in line.split("│")[1:3]] for line in result.output.splitlines() if line.count("│") == 4)
+    counts = [rows[name] for name in ("all of these", "vision tower, not served", "a complete checkpoint")]
+    assert counts == ["95,819", "266", "96,085"]
 
 
 def test_inspect_of_a_broken_checkpoint_shows_the_tables_and_fails(tiny: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 import cedar_client
-from cedar.bench import load
 from cedar.bench.local import LocalServer, free_ports, local_server
 from cedar.cli import bench
 from cedar.errors import CedarError
@@ -36,8 +35,8 @@ def test_port_handed_out_twice() -> None:
 
 def test_dead_server_ends_in_a_traceback() -> None:
     (port,) = free_ports(1)
-    with pytest.raises(CedarError, match=f"UNAVAILABLE: 127.0.0.1:{port}"):
-        load.level(f"127.0.0.1:{port}", 2, 1, 4, lambda: None)
+    with pytest.raises(CedarError, match=f"UNAVAILABLE: no connection to 127.0.0.1:{port}"):
+        bench.command(url=f"127.0.0.1:{port}", max_tokens=4, runs=1)
 
 
 @pytest.mark.server

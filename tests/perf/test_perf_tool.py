@@ -182,6 +182,12 @@ def test_readme_table_differs_from_the_committed_result() -> None:
     assert tables.rendered(text) == text, "run: python perf/tables.py"
 
 
+def test_measuring_without_asking_changes_the_committed_results() -> None:
+    assert run.OUTPUT == ROOT / "build" / "perf"
+    assert "build/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "perf/results" not in (ROOT / "Makefile").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.server
 def test_real_tool_against_a_real_server_disagrees(tmp_path: Path) -> None:
@@ -199,4 +205,3 @@ def test_real_tool_against_a_real_server_disagrees(tmp_path: Path) -> None:
         assert level["problems"] == []
         assert level["server_metrics_change"][server.GENERATED] == level["output_tokens"] > 0
     assert result["perf_analyzer"].startswith("2.")
-    assert run.RESULTS.name == "results"

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from perf.perf_analyzer import run, workload
 
+from perf import tables
+
 NAMES = sorted(path.stem for path in workload.PROFILES.glob("*.yaml"))
 
 
@@ -22,7 +24,7 @@ def test_shipped_profile_that_does_not_load() -> None:
 def test_profile_claims_a_run_without_a_result(name: str) -> None:
     """`status: run` exactly when a result is committed, and that result holds every level without a disagreement."""
     profile = workload.load_profile(name)
-    result = run.RESULTS / f"perf_analyzer_{name}.json"
+    result = tables.PERF / "results" / f"perf_analyzer_{name}.json"
     assert result.is_file() == (profile.status == "run")
     if profile.status == "run":
         data = json.loads(result.read_text())

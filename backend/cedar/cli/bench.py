@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cedar.cli.generate import client_errors
 from cedar.errors import invalid
 
 
@@ -21,7 +22,7 @@ def command(
     max_tokens: Annotated[int, typer.Option(help="tokens per completion", min=2)] = 64,
     runs: Annotated[int, typer.Option(help="completions per client", min=1)] = 8,
     concurrency: Annotated[str, typer.Option(help="numbers of clients, each with its own connection")] = "1,8",
-    output: Annotated[Path | None, typer.Option(help="write the result as JSON")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the result as JSON; none: only the table")] = None,
 ) -> None:
     """Measure time to first token and tokens/s of streamed completions."""
     from cedar.bench import facts
@@ -39,7 +40,8 @@ def command(
             url = server.grpc
             result["ready_after_s"] = round(server.ready_after, 3)
             console.print(f"ready after {server.ready_after:.1f} s")
-        result["levels"] = _measure(url, levels, runs, max_tokens, console)
+        with client_errors(url):
+            result["levels"] = _measure(url, levels, runs, max_tokens, console)
     console.print(_table(result["levels"]))
     if output is not None:
         facts.write(output, result)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cedar.cli.generate import DEFAULT_URL, INTERRUPTED, Meter, Url, client_errors, given, note, quiet_pipe, write
-from cedar.errors import CedarError, invalid
+from cedar.errors import CedarError, invalid, unavailable
 
 if TYPE_CHECKING:
     from cedar_client import Client, Delta
 
 HELP = "/reset  forget the conversation   /system TEXT  set or clear the system message   /thinking on|off   /quit"
+LEAVE = ("/quit", "/exit")
+EFFORTS = "1 to 100, or none, low, high, xhigh, max"
 
 
 def _effort(text: str | None) -> int | str | None:
@@ -110,10 +112,10 @@ class Session:
         }
 
     def run(self, interactive: bool) -> None:
-        """Read and answer until /quit or the end of input. Errors end only a session that nobody watches."""
+        """Read and answer until /quit, /exit or the end of input. Errors end only a session that nobody watches."""
         for line in _lines(interactive):
             text = line.strip()
-            if text == "/quit":
+            if text in LEAVE:
                 return
             try:
                 if text.startswith("/"):
@@ -131,7 +133,7 @@ class Session:
     def _command(self, text: str) -> None:
         name, _, argument = text.partition(" ")
         if name not in self._commands:
-            raise invalid(name, "no such command", ", ".join([*self._commands, "/quit"]))
+            raise invalid(name, "no such command", ", ".join([*self._commands, *LEAVE]))
         self._commands[name](argument.strip())
 
     def _reset(self, _: str) -> None:
@@ -190,7 +192,7 @@ def command(
     url: Url = DEFAULT_URL,
     system: Annotated[str, typer.Option(help="system message")] = "",
     thinking: Annotated[bool, typer.Option(help="reason before answering")] = True,
-    reasoning_effort: Annotated[str | None, typer.Option(help="1 to 100, or low, high, xhigh, max")] = None,
+    reasoning_effort: Annotated[str | None, typer.Option(help=f"{EFFORTS}; none is --no-thinking")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="most tokens of an answer")] = None,
     temperature: Annotated[float | None, typer.Option(help="0: greedy")] = None,
     top_p: Annotated[float | None, typer.Option(help="nucleus sampling")] = None,
@@ -201,8 +203,13 @@ def command(
 
     interactive = sys.stdin.isatty()
     settings = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if reasoning_effort == "none":
+        thinking, reasoning_effort = False, None
     conversation = Conversation(system, thinking, _effort(reasoning_effort))
-    with quiet_pipe(), Client(url) as client:
+    with quiet_pipe(), client_errors(url), Client(url) as client:
+        if not client.ready():
+            problem = "is `cedar serve` running there, or is that the HTTP port? gRPC is 8001 by default"
+            raise unavailable(f"no server is ready at {url}; {problem}")
         if interactive:
             note(f"{url}  {HELP}")
         Session(client, url, conversation, settings).run(interactive)

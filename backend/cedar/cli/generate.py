@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 128 + 2
 PIPE_CLOSED = 128 + 13
-Url = Annotated[str, typer.Option(help="gRPC address of the server", envvar="CEDAR_URL")]
+Url = Annotated[str, typer.Option(help="gRPC address of the server, host:port", envvar="CEDAR_URL")]
 DEFAULT_URL = "localhost:8001"
 
 
@@ -82,7 +82,7 @@ def client_errors(url: str) -> Iterator[None]:
     try:
         yield
     except cedar_client.ConnectionLost as error:
-        raise CedarError(ErrorCode.UNAVAILABLE, f"no connection to {url} ({error}); is `cedar serve` running there?") from error
+        raise CedarError(ErrorCode.UNAVAILABLE, f"no connection to {url}; is `cedar serve` running there? ({error})") from error
     except cedar_client.CedarError as error:
         code = next((code for kind, code in codes if isinstance(error, kind)), ErrorCode.INTERNAL)
         raise CedarError(code, str(error)) from error

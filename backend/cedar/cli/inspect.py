@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cedar.cli.generate import quiet_pipe, write
 from cedar.config.presets import PRESETS, preset
 from cedar.errors import CedarError, ErrorCode, invalid
 
@@ -47,10 +48,9 @@ def command(
         except CedarError as error:
             failure = error
             report["check"] = {"complete": False, "problems": error.message.splitlines()[1:]}
-    if as_json:
-        typer.echo(json.dumps({"name": str(directory or preset_name), **report}))
-    else:
-        _print(str(directory or preset_name), report)
+    name = str(directory or preset_name)
+    with quiet_pipe():
+        write(json.dumps({"name": name, **report}) + "\n" if as_json else _tables(name, report))
     if failure is not None:
         raise failure
 
@@ -100,8 +100,14 @@ def _self_check(config: ModelConfig, name: str) -> dict[str, Any]:
     return {"complete": None, "tensors": count}
 
 
-def _print(name: str, report: Mapping[str, Any]) -> None:
+def _tables(name: str, report: Mapping[str, Any]) -> str:
     console = Console()
+    with console.capture() as capture:
+        _print(console, name, report)
+    return capture.get()
+
+
+def _print(console: Console, name: str, report: Mapping[str, Any]) -> None:
     config = report["config"]
     console.print(f"[bold]{name}[/]", highlight=False)
     rows = {key: value for key, value in config.items() if not isinstance(value, dict | tuple)}
@@ -112,14 +118,7 @@ def _print(name: str, report: Mapping[str, Any]) -> None:
     for row in _runs(report["layers"]):
         schedule.add_row(*row)
     console.print(schedule)
-    parts = Table(title="Checkpoint by part")
-    for heading in ("part", "tensors", "bytes"):
-        parts.add_column(heading, justify="left" if heading == "part" else "right")
-    for part, size in report["parts"].items():
-        parts.add_row(part, f"{size['tensors']:,}", _bytes(size["bytes"]))
-    totals = [sum(size[key] for size in report["parts"].values()) for key in ("tensors", "bytes")]
-    parts.add_row("all", f"{totals[0]:,}", _bytes(totals[1]), style="bold")
-    console.print(parts)
+    console.print(_parts(report["parts"], report["check"]))
     length = config["max_position_embeddings"]
     memory = {
         "global KV per token": f"{report['kv_bytes_per_token']:g} B",
@@ -129,6 +128,21 @@ def _print(name: str, report: Mapping[str, Any]) -> None:
     console.print(_pairs("Memory of a sequence (packed caches)", memory))
     console.print(_pairs("Numerics", report["numerics"]))
     console.print(_verdict(report["check"]), highlight=False)
+
+
+def _parts(parts: Mapping[str, Mapping[str, int]], check: Mapping[str, Any]) -> Table:
+    """What follows from the configuration; then the vision tower, which a text server skips and therefore cannot size."""
+    table = Table(title="Checkpoint by part")
+    for heading in ("part", "tensors", "bytes"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for part, size in parts.items():
+        table.add_row(part, f"{size['tensors']:,}", _bytes(size["bytes"]))
+    tensors, size_of_all = (sum(size[key] for size in parts.values()) for key in ("tensors", "bytes"))
+    table.add_row("all of these", f"{tensors:,}", _bytes(size_of_all), style="bold")
+    if check.get("tensors", tensors) != tensors:
+        table.add_row("vision tower, not served", f"{check['tensors'] - tensors:,}", "not counted")
+        table.add_row("a complete checkpoint", f"{check['tensors']:,}", "", style="bold")
+    return table
 
 
 def _pairs(title: str, rows: Mapping[str, Any]) -> Table:
