@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cedar.cache.store import BlockTable, SequenceBlocks
 from cedar.config.engine import EngineConfig
 from cedar.engine.memory import ModelSequence
 from cedar.engine.request import DecoderReplay
@@ -26,6 +27,25 @@ from cedar.model.state import Selection
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 VARIANTS = ("fp32_noquant", "fp32", "bf16")
+
+
+def block_tables(sequences: Sequence[SequenceBlocks], page_tokens: int) -> dict[int, BlockTable]:
+    """The tables, by ratio, that a cache with these sequences has."""
+    pages = torch.zeros(1 + max(blocks.slot for blocks in sequences), max(len(blocks.pages) for blocks in sequences)).long()
+    for blocks in sequences:
+        pages[blocks.slot, : len(blocks.pages)] = torch.tensor(blocks.pages)
+    return {ratio: BlockTable(pages, page_tokens // ratio) for ratio in (1, 2)}
+
+
+def entry_rows(blocks: SequenceBlocks, per_page: int, count: int) -> torch.Tensor:
+    """Pool rows of a sequence's first ``count`` entries, by the pages it holds."""
+    return torch.tensor([page * per_page + row for page in blocks.pages for row in range(per_page)][:count], dtype=torch.int64)
+
+
+def stored_rows(runner: ModelRunner, seq: ModelSequence, source: int, num_tokens: int) -> torch.Tensor:
+    """Pool rows of the entries of a KV source that ``num_tokens`` tokens have filled."""
+    ratio = runner.config.compress_ratios[source]
+    return entry_rows(seq.blocks, runner.cache.page_tokens // ratio, num_tokens // ratio)
 
 
 @functools.cache

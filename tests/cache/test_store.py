@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cedar.cache.records import CacheFormats, FloatRecords
@@ -23,9 +23,29 @@ FORMATS = CacheFormats(
 RATIO_OF = {source: CONFIG.compress_ratios[source] for source in CONFIG.kv_source_layer_ids}
 
 
-def make_cache(budget_bytes: int = 4 << 20, max_sequences: int = 4, page_tokens: int = 16) -> KVCache:
-    sizes = CacheSizes.plan(CONFIG, FORMATS, budget_bytes=budget_bytes, max_sequences=max_sequences, page_tokens=page_tokens)
-    return KVCache(CONFIG, FORMATS, sizes, torch.device("cpu"))
+SEAM, LARGEST_SEAM = 1000, 5000
+CPU = torch.device("cpu")
+
+
+def make_cache(budget_bytes: int = 4 << 20, max_sequences: int = 4, seam_bytes: int = SEAM, page_tokens: int = 16) -> KVCache:
+    sizes = CacheSizes.plan(
+        CONFIG,
+        FORMATS,
+        budget_bytes=budget_bytes,
+        max_sequences=max_sequences,
+        page_tokens=page_tokens,
+        seam_bytes=seam_bytes,
+        largest_seam_bytes=max(seam_bytes, LARGEST_SEAM),
+    )
+    return KVCache(CONFIG, FORMATS, sizes, CPU)
+
+
+def pool_bytes(cache: KVCache) -> tuple[int, int]:
+    """Bytes of what `KVCache` allocates: the pages, and the private memory of sequences."""
+    paged = [pool.rows for source in RATIO_OF for pool in (cache.kv(source), cache.index_keys(source))]
+    private = [cache.window(layer).rows for layer in range(CONFIG.num_hidden_layers)]
+    private += [cache.open_rows(source) for source, ratio in RATIO_OF.items() if ratio == 2] + [cache.tables[1].pages]
+    return sum(rows.nbytes for rows in paged), sum(rows.nbytes for rows in private)
 
 
 def opened(cache: KVCache, charged_bytes: int = 0) -> SequenceBlocks:
@@ -36,25 +56,34 @@ def opened(cache: KVCache, charged_bytes: int = 0) -> SequenceBlocks:
 
 def test_page_bytes_do_not_match_the_pools() -> None:
     cache = make_cache()
-    pools = [pool for source in RATIO_OF for pool in (cache.kv(source), cache.index_keys(source))]
-    assert sum(pool.rows.nbytes for pool in pools) == (cache.sizes.num_pages + 1) * cache.sizes.page_bytes
-    rings = sum(cache.window(layer).rows.nbytes for layer in range(CONFIG.num_hidden_layers))
-    opens = sum(cache.open_rows(source).nbytes for source, ratio in RATIO_OF.items() if ratio == 2)
-    assert rings + opens == (cache.sizes.num_slots + 1) * cache.sizes.slot_bytes
+    paged, private = pool_bytes(cache)
+    assert paged == (cache.sizes.num_pages + 1) * cache.sizes.page_bytes
+    assert private == (cache.sizes.num_slots + 1) * cache.sizes.slot_bytes
 
 
-def test_pools_outgrow_the_budget() -> None:
-    for budget in (200_000, 1 << 20, (1 << 20) + 12345, 16 << 20):
-        sizes = make_cache(budget, max_sequences=8).sizes
-        assert sizes.num_pages * sizes.page_bytes + sizes.num_slots * sizes.slot_bytes <= budget
-        assert sizes.num_pages >= 1
+@settings(max_examples=60, deadline=None)
+@given(st.integers(400_000, 32 << 20), st.integers(1, 64), st.integers(0, 90_000), st.sampled_from([16, 64, 1024]))
+def test_pools_and_boundary_rows_outgrow_the_budget(budget: int, sequences: int, seam: int, page_tokens: int) -> None:
+    try:
+        cache = make_cache(budget, sequences, seam, page_tokens)
+    except CedarError:
+        assume(False)
+    sizes = cache.sizes
+    assert sum(pool_bytes(cache)) + sizes.boundary_bytes <= budget
+    assert sizes.num_pages >= 1
+    assert sizes.boundary_bytes >= sizes.num_slots * seam
+    assert all(cache.open(seam) is not None for _ in range(sizes.num_slots))
 
 
-def test_a_budget_below_one_sequence_is_accepted() -> None:
-    least = make_cache().sizes.page_bytes + make_cache().sizes.slot_bytes
-    assert make_cache(least).sizes.num_slots == 1
+@pytest.mark.parametrize("seam", [0, 1000, 100_000])
+def test_a_budget_below_one_sequence_is_accepted(seam: int) -> None:
+    sizes = make_cache().sizes
+    least = 2 * (sizes.page_bytes + sizes.slot_bytes) + seam  # the null page and slot too
+    cache = make_cache(least, seam_bytes=seam)
+    assert cache.fits(16, seam)
+    assert cache.reserve(opened(cache, seam), 16)
     with pytest.raises(CedarError, match=rf"kv_cache_bytes: is {least - 1}; allowed: at least {least}"):
-        make_cache(least - 1)
+        make_cache(least - 1, seam_bytes=seam)
 
 
 def test_a_failed_reserve_keeps_pages() -> None:
@@ -82,14 +111,24 @@ def test_closing_twice_frees_someone_elses_pages() -> None:
 
 def test_boundary_rows_are_not_charged() -> None:
     cache = make_cache()
-    room = cache.sizes.shared_bytes
+    room = cache.sizes.boundary_bytes
+    assert room == 3 * SEAM + LARGEST_SEAM
     blocks = opened(cache, room)
     assert cache.open(1) is None
-    assert not cache.reserve(blocks, 1)
     cache.discharge(blocks)
-    assert cache.reserve(blocks, 1)
-    assert cache.fits(16, room - cache.sizes.page_bytes)
-    assert not cache.fits(17, room - cache.sizes.page_bytes)
+    assert cache.open(1) is not None
+    assert cache.fits(16, room)
+    assert not cache.fits(16, room + 1)
+
+
+def test_a_sequence_outgrows_the_block_table() -> None:
+    cache = make_cache(64 << 20)
+    blocks, most = opened(cache), CONFIG.max_position_embeddings
+    assert cache.sizes.num_pages * 16 > most
+    assert cache.fits(most, 0)
+    assert not cache.fits(most + 1, 0)
+    assert not cache.reserve(blocks, most + 1)
+    assert cache.reserve(blocks, most)
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,11 +163,9 @@ def test_any_order_of_calls_leaks_or_overlaps(calls: list[tuple[str, int, int]])
         assert 0 not in slots
         expected = len(slots) * cache.sizes.slot_bytes + len(pages) * cache.sizes.page_bytes
         assert cache.bytes_used == expected + sum(blocks.charged_bytes for blocks in live) <= cache.sizes.budget_bytes
-        for blocks in live:
-            for ratio in (1, 2):
-                per_page = 16 // ratio
-                rows = [page * per_page + entry for page in blocks.pages for entry in range(per_page)]
-                assert blocks.entries(ratio).tolist() == rows
+        held = {blocks.slot: blocks.pages for blocks in live}
+        for slot, row in enumerate(cache.tables[1].pages.tolist()):
+            assert row == [*held.get(slot, []), *[0] * (len(row) - len(held.get(slot, [])))]
     for blocks in live:
         cache.close(blocks)
     assert cache.bytes_used == 0

@@ -116,7 +116,7 @@ def test_exact_replay_is_the_full_run() -> None:
 
 def test_preempted_requests_continue_where_they_were() -> None:
     prompts = requests()[:12]
-    tight = replace(SETTINGS, decoder_replay="off", kv_cache_bytes=1 << 19)  # pages for the longest alone, or some short ones
+    tight = replace(SETTINGS, decoder_replay="off", kv_cache_bytes=9 << 16)  # pages for the longest alone, or some short ones
     found, preemptions = generate(tight, prompts)
     assert preemptions > 0
     assert_same(found, [alone("off", number) for number in range(12)])

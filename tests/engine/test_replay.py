@@ -23,6 +23,12 @@ W = CONFIG.sliding_window
 CPU = torch.device("cpu")
 
 
+def held_bytes(seam: EncodedSequence) -> int:
+    """Bytes of all tensors that a seam refers to, one by one or in tuples."""
+    values = [item for value in vars(seam).values() for item in (value if isinstance(value, tuple) else (value,))]
+    return sum(value.untyped_storage().nbytes() for value in values if isinstance(value, torch.Tensor))
+
+
 def test_the_release_keeps_another_number_of_rows() -> None:
     config = ModelConfig.from_dict(preset("release"))
     sizes = SeamSizes.of(config, torch.bfloat16, FloatRecords(config.head_dim, torch.bfloat16))
@@ -34,11 +40,20 @@ def test_the_release_keeps_another_number_of_rows() -> None:
 @pytest.mark.parametrize("mode", [DecoderReplay.BOUNDED, DecoderReplay.EXACT])
 def test_buffers_cost_other_bytes_than_charged(mode: DecoderReplay) -> None:
     seam = EncodedSequence(SIZES, mode, CPU)
-    buffers = [value for value in vars(seam).values() if isinstance(value, torch.Tensor)]
-    assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) == SIZES.bytes(mode)
+    hc, hidden = SIZES.streams
+    seam.append(0, torch.zeros(3, hc, hidden), torch.zeros(3, hc), torch.zeros(3, CONFIG.head_dim))
+    assert held_bytes(seam) == SIZES.bytes(mode)
     seam.release()
-    buffers = [value for value in vars(seam).values() if isinstance(value, torch.Tensor)]
-    assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) == 0
+    assert held_bytes(seam) == 0
+
+
+def test_a_sequence_that_waits_for_memory_allocates_boundary_rows() -> None:
+    """Opening is tried again in every step while a sequence waits for pages."""
+    runner = load_runner("tiny-a", "fp32")
+    seq = open_sequence(runner, DecoderReplay.EXACT, 1)
+    assert held_bytes(seq.seam) == 0
+    assert seq.blocks.charged_bytes == runner._seam.bytes(DecoderReplay.EXACT) > 0
+    runner.close(seq)
 
 
 @settings(max_examples=80, deadline=None)
@@ -138,8 +153,7 @@ def test_a_seam_grows_with_the_prompt() -> None:
     seq = open_sequence(runner, DecoderReplay.BOUNDED, 300)
     used = runner.usage().bytes_used
     prefill(runner, seq, IDS, 50)
-    buffers = [value for value in vars(seq.seam).values() if isinstance(value, torch.Tensor)]
-    assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) == runner._seam.bytes(DecoderReplay.BOUNDED)
+    assert held_bytes(seq.seam) == runner._seam.bytes(DecoderReplay.BOUNDED)
     assert runner.usage().bytes_used == used
     tail(runner, seq)
     assert runner.usage().bytes_used == used - runner._seam.bytes(DecoderReplay.BOUNDED)

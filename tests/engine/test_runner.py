@@ -17,7 +17,7 @@ from cedar.engine.request import DecoderReplay
 from cedar.engine.runner import ModelRunner
 from cedar.engine.work import DecodeWork, PrefillWork, StepWork, TailWork
 from cedar.errors import CedarError
-from golden_support import GOLDEN, decode, golden_arrays, load_runner, open_sequence, prefill, recorded, tail
+from golden_support import GOLDEN, decode, golden_arrays, load_runner, open_sequence, prefill, recorded, stored_rows, tail
 
 IDS = golden_arrays("tiny-a", "cases_fp32_noquant.npz")["seed0_len300/input_ids"].tolist()
 MODES = list(DecoderReplay)
@@ -142,26 +142,46 @@ def test_a_reused_slot_shows_its_last_owner(size: int | None, mode: DecoderRepla
     assert np.isfinite(outcome[1]).all()
 
 
+def test_a_page_shows_its_last_owner() -> None:
+    """Index keys are read page by page: the unwritten end of a sequence's last page must not win a place."""
+    runner = load_runner("tiny-a", "fp32")
+    outcome = []
+    for left in (0.0, torch.nan, torch.inf):
+        for source in runner.config.kv_source_layer_ids:
+            for pool in (runner.cache.kv(source), runner.cache.index_keys(source)):
+                pool.rows[runner.cache.page_tokens :] = left
+        seqs = [open_sequence(runner, DecoderReplay.OFF, 300) for _ in range(2)]
+        for seq, length in zip(seqs, (281, 163), strict=True):
+            prefill(runner, seq, IDS[:length], 50)
+            tail(runner, seq)
+        assert all(runner.reserve(seq, 301) for seq in seqs)
+        for token in (5, 6, 7):
+            result = runner.step(StepWork(decodes=[DecodeWork(seq, seq.num_computed, token) for seq in seqs]))
+            assert result.logits is not None
+            outcome.append(result.logits.numpy())
+        for seq in seqs:
+            runner.close(seq)
+    assert np.isfinite(outcome).all()
+    for other in outcome[3:6], outcome[6:]:
+        np.testing.assert_array_equal(other, outcome[:3])
+
+
 @pytest.mark.parametrize("hit", [17, 18, 41, 64, 99])
 @pytest.mark.parametrize("size", [None, 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prefix_hit_reads_dropped_windows_or_rewrites_entries(mode: DecoderReplay, size: int | None, hit: int) -> None:
     """Any parity: all window state is rebuilt from R = hit - W, and entries of groups that end at or below the hit stay."""
     runner = load_runner("tiny-a", "fp32_noquant")
-    config = runner.config
     prompt = IDS[:100]
     seq = open_sequence(runner, mode, 110)
     prefill(runner, seq, prompt[:hit], last=False)
-    entries = {
-        source: torch.from_numpy(seq.blocks.entries(config.compress_ratios[source])[: hit // config.compress_ratios[source]])
-        for source in config.kv_source_layer_ids
-    }
+    entries = {source: stored_rows(runner, seq, source, hit) for source in runner.config.kv_source_layer_ids}
     before = {
         source: (runner.cache.kv(source).load(rows), runner.cache.index_keys(source).load(rows))
         for source, rows in entries.items()
     }
     poison(runner, seq.blocks.slot)
-    assert runner.begin_replay(seq, hit, prompt[:hit]) == hit - config.sliding_window
+    assert runner.begin_replay(seq, hit, prompt[:hit]) == hit - runner.config.sliding_window
     prefill(runner, seq, prompt, size)
     logits = [tail(runner, seq), *[decode(runner, seq, token) for token in (5, 6, 7)]]
     for source, rows in entries.items():
@@ -297,6 +317,22 @@ def test_memory_is_overcommitted() -> None:
     assert runner.usage().bytes_used <= runner.usage().bytes_total
     runner.close(first)
     runner.close(second)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_server_becomes_ready_that_can_run_nothing(mode: DecoderReplay) -> None:
+    """The least budget runs a request in the server's own replay mode; one byte less is refused with that number."""
+    with pytest.raises(CedarError, match="kv_cache_bytes: is 1000; allowed: at least") as caught:
+        small(kv_cache_bytes=1000, decoder_replay=str(mode))
+    least = int(caught.value.message.split("at least ")[1].split()[0])
+    with pytest.raises(CedarError, match=f"at least {least}"):
+        small(kv_cache_bytes=least - 1, decoder_replay=str(mode))
+    runner = small(kv_cache_bytes=least, decoder_replay=str(mode))
+    assert runner.fits(16, mode)
+    seq = open_sequence(runner, mode, 16)
+    prefill(runner, seq, IDS[:15])
+    assert np.isfinite(tail(runner, seq)).all()
+    runner.close(seq)
 
 
 def test_more_tokens_than_the_context_run() -> None:

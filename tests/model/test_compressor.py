@@ -16,10 +16,12 @@ from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
 from cedar.model.compressor import Compressor
 from cedar.ops.norm import rms_norm
+from golden_support import block_tables, entry_rows
 
 CONFIG = ModelConfig.from_dict(preset("tiny"))
 GEOMETRY = RowGeometry.of(CONFIG)
 CPU = torch.device("cpu")
+PAGE = 16
 
 
 def make(ratio: int, dtype: torch.dtype = torch.float32) -> Compressor:
@@ -48,20 +50,19 @@ def test_a_split_changes_a_latent(cuts: list[int], ratio: int) -> None:
     compressor = make(ratio)
     x = torch.randn(24, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4))
     other = torch.randn(24, CONFIG.hidden_size, generator=torch.Generator().manual_seed(5))
-    first, second = SequenceBlocks(1, (1, 2)), SequenceBlocks(2, (1, 2))
-    first.append_pages([1, 2], 16)
-    second.append_pages([3, 4], 16)
+    first, second = SequenceBlocks(1, pages=[1, 2]), SequenceBlocks(2, pages=[3, 4])
+    tables = {ratio: block_tables([first, second], PAGE)[ratio]}
     open_rows = torch.full((3, 2 * CONFIG.head_dim), torch.nan)
     latents: dict[int, torch.Tensor] = {}
     bounds = sorted({0, 24, *cuts})
     for start, end in pairwise(bounds):
         segments = [Segment(first, start, end - start), Segment(second, start, end - start)]
-        write = RowPlan.build(segments, GEOMETRY, (ratio,), CPU, writes=True).entries[ratio].write
+        write = RowPlan.build(segments, GEOMETRY, tables, CPU, writes=True).entries[ratio].write
         assert write is not None
         rows = compressor(torch.cat([x[start:end], other[start:end]]), write, open_rows if ratio == 2 else None)
         latents |= dict(zip(write.slots.tolist(), rows, strict=True))
     for blocks, tokens in ((first, x), (second, other)):
-        slots = blocks.entries(ratio)[: 24 // ratio].tolist()
+        slots = entry_rows(blocks, PAGE // ratio, 24 // ratio).tolist()
         torch.testing.assert_close(
             torch.stack([latents[slot] for slot in slots]), pooled(compressor, tokens), atol=2e-5, rtol=2e-5
         )
@@ -70,9 +71,9 @@ def test_a_split_changes_a_latent(cuts: list[int], ratio: int) -> None:
 @pytest.mark.parametrize("floor", [5, 6])
 def test_a_suppressed_group_is_written_again(floor: int) -> None:
     """The group that ends at the floor exists; the one that straddles an odd floor does not."""
-    blocks = SequenceBlocks(1, (1, 2))
-    blocks.append_pages([1], 16)
-    write = RowPlan.build([Segment(blocks, 3, 9, 3, floor)], GEOMETRY, (2,), CPU, writes=True).entries[2].write
+    blocks = SequenceBlocks(1, pages=[1])
+    segments = [Segment(blocks, 3, 9, 3, floor)]
+    write = RowPlan.build(segments, GEOMETRY, block_tables([blocks], PAGE), CPU, writes=True).entries[2].write
     assert write is not None
     assert write.positions.tolist() == ([4, 6, 8, 10] if floor == 5 else [6, 8, 10])
 
@@ -82,9 +83,8 @@ def test_pooling_is_rounded_before_the_sum() -> None:
     compressor = make(2, torch.bfloat16)
     assert compressor.weight.dtype is torch.float32
     x = torch.randn(8, CONFIG.hidden_size, generator=torch.Generator().manual_seed(6)).bfloat16()
-    blocks = SequenceBlocks(1, (1, 2))
-    blocks.append_pages([1], 16)
-    write = RowPlan.build([Segment(blocks, 0, 8)], GEOMETRY, (2,), CPU, writes=True).entries[2].write
+    blocks = SequenceBlocks(1, pages=[1])
+    write = RowPlan.build([Segment(blocks, 0, 8)], GEOMETRY, block_tables([blocks], PAGE), CPU, writes=True).entries[2].write
     assert write is not None
     latent = compressor(x, write, torch.zeros(2, 2 * CONFIG.head_dim))
     kv = x.float() @ compressor.weight[: CONFIG.head_dim].T

@@ -126,6 +126,15 @@ def test_a_tokenizer_of_another_size_is_refused_by_field(golden: Path) -> None:
         EngramHasher(config, token_map(golden, "tiny-b"))
 
 
+def test_padding_beyond_the_tokenizer_is_refused_by_field(golden: Path) -> None:
+    """The embedding may be larger than the tokenizer, so the config alone does not show it."""
+    config, mapped = ModelConfig.load(golden / "tiny-a" / "checkpoint"), token_map(golden, "tiny-a")
+    last = len(mapped.ids) - 1
+    assert EngramHasher(config.model_copy(update={"engram_pad_token_id": last}), mapped).pad == mapped.ids[last]
+    with pytest.raises(CedarError, match=rf"engram_pad_token_id: is {last + 1}; allowed: 0 to {last}"):
+        EngramHasher(config.model_copy(update={"engram_pad_token_id": last + 1}), mapped)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_injection_equals_the_golden_one(golden: Path, name: str) -> None:
     reader, expected = CheckpointReader(golden / name / "checkpoint"), units(golden, name)

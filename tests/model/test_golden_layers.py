@@ -14,7 +14,7 @@ import torch
 from cedar.engine.request import DecoderReplay
 from cedar.engine.runner import ModelRunner
 from cedar.model.block import Block
-from golden_support import golden_arrays, load_runner, open_sequence, prefill, recorded, relative_error
+from golden_support import golden_arrays, load_runner, open_sequence, prefill, recorded, relative_error, stored_rows
 
 SETS = [("tiny-a", "fp32_noquant"), ("tiny-a", "fp32"), ("tiny-a", "bf16"), ("tiny-b", "fp32_noquant")]
 LIMITS = {"fp32_noquant": (1e-5, 1.0, 1e-4), "fp32": (1e-5, 0.95, 1e-3), "bf16": (1e-2, 0.9, 3e-2)}
@@ -66,12 +66,7 @@ def test_a_layer_differs_from_the_reference(name: str, variant: str) -> None:
     try:
         with recorded(runner) as record, golden_inputs(runner, golden, seen):
             logits = prefill(runner, seq, ids)
-        entries = {
-            source: torch.from_numpy(
-                seq.blocks.entries(config.compress_ratios[source])[: len(ids) // config.compress_ratios[source]]
-            )
-            for source in config.kv_source_layer_ids
-        }
+        entries = {source: stored_rows(runner, seq, source, len(ids)) for source in config.kv_source_layer_ids}
         stored = {
             source: (runner.cache.kv(source).load(rows), runner.cache.index_keys(source).load(rows))
             for source, rows in entries.items()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cedar.cache.records import FloatRecords, RecordPool
 from cedar.cache.rows import ScoreTile
+from cedar.cache.store import BlockTable, SequenceBlocks
 from cedar.ops.index import (
     candidate_blocks,
     hide_beyond,
@@ -20,6 +21,7 @@ from cedar.ops.index import (
     sparse_logits_topk,
     topk_lowest,
 )
+from golden_support import block_tables, entry_rows
 
 TIED = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 1e-40, -1e-40, float("inf"), float("-inf"), 3.0e38])
 
@@ -85,16 +87,17 @@ def test_restricted_search_differs_from_masked_dense_search(seed: int, rows: int
     """Searching only the candidates' keys = scoring everything with the other positions at -inf, and stays inside them."""
     generator = torch.Generator().manual_seed(seed)
     heads, dim, k, block, top = 3, 8, 6, 4, 5
-    pool = RecordPool(FloatRecords(dim, torch.float32), torch.randn(count + 40, dim, generator=generator))
-    entries = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(count + 39, generator=generator)[:count]])
+    blocks_of = SequenceBlocks(2, pages=(1 + torch.randperm(30, generator=generator)[: -(-count // 3)]).tolist())
+    table, entries = BlockTable(block_tables([blocks_of], 3)[1].pages, 3), entry_rows(blocks_of, 3, count)
+    pool = RecordPool(FloatRecords(dim, torch.float32), torch.randn(3 * 31, dim, generator=generator))
     query, weight = torch.randn(rows, heads, dim, generator=generator), torch.randn(rows, heads, generator=generator)
     visible = torch.randint(k + block, count + 1, (rows,), generator=generator).clamp_min(1)
-    tile = ScoreTile(0, rows, 1, count, entries[None, 1:], visible)
-    _, blocks = mqa_logits_topk(query, weight, pool, tile, k, (block, top))
+    tile = ScoreTile(0, rows, 1, count, torch.tensor([2]), visible)
+    _, blocks = mqa_logits_topk(query, weight, pool, table, tile, k, (block, top))
     assert blocks is not None
-    base = torch.ones(rows, 1, dtype=torch.int64)
-    index = sparse_logits_topk(query, weight, pool, blocks, block, visible, entries, base, k)
-    scores = hide_beyond(mqa_logits(query[None], weight[None], pool.load(entries[1:])[None]), visible)
+    base = torch.from_numpy(table.base(np.full((rows, 1), 2)))
+    index = sparse_logits_topk(query, weight, pool, blocks, block, visible, table, base, k)
+    scores = hide_beyond(mqa_logits(query[None], weight[None], pool.load(entries)[None]), visible)
     allowed = (torch.arange(count)[None, :, None] // block == blocks[:, None]).any(-1)
     expected = select(scores.masked_fill(~allowed, -torch.inf), visible, k)
     assert torch.equal(index, expected)

@@ -98,6 +98,11 @@ class RecordPool:
         """Records [n, width] of row numbers int64 [n]."""
         return self.rows.index_select(0, rows)
 
+    def load_pages(self, pages: Tensor, per_page: int) -> Tensor:
+        """Records [n, pages * per_page, width] of whole pages int64 [n, pages], ``per_page`` rows each."""
+        records = self.rows.view(-1, per_page * self.record.width).index_select(0, pages.flatten())
+        return records.view(pages.shape[0], -1, self.record.width)
+
 
 @dataclass(frozen=True)
 class RecordView:

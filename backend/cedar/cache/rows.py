@@ -2,20 +2,21 @@
 """`RowPlan`: every index tensor that the layers of one ragged batch need, computed once per step on the host.
 
 A batch is a list of segments: consecutive positions of one sequence each. Rows are the segments' positions laid end to end,
-so nothing is padded to the longest sequence and no layer loops over sequences.
+so nothing is padded to the longest sequence and no layer loops over sequences. The work depends on the rows, not on how far
+their sequences are: where a compressed entry lies is looked up in the block table on the device, when it is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cedar.cache.store import Int64Array, SequenceBlocks
+from cedar.cache.store import BlockTable, Int64Array, SequenceBlocks
 from cedar.config.model import ModelConfig
 
 BoolArray = npt.NDArray[np.bool_]
@@ -104,15 +105,15 @@ class WritePlan:
 class ScoreTile:
     """Rows [start, stop) scored together: ``groups`` sequences with equally many rows each.
 
-    num_keys: the most entries that a row of the tile sees. keys: int64 [groups, num_keys] their pool rows (0: none), None
-    when ``num_keys`` is at most top-k and nothing needs a score. visible: int64 [rows], None when all rows see all keys.
+    num_keys: the most entries that a row of the tile sees. slots: int64 [groups] of the sequences, None when ``num_keys`` is at
+    most top-k and nothing needs a score. visible: int64 [rows], None when all rows see all keys.
     """
 
     start: int
     stop: int
     groups: int
     num_keys: int
-    keys: Tensor | None
+    slots: Tensor | None
     visible: Tensor | None
 
 
@@ -120,21 +121,26 @@ class ScoreTile:
 class EntryPlan:
     """What rows see of the compressed entries of one ratio: row p sees entries j < n(p) = (p + 1) // ratio.
 
-    width: selected entries per row, min(top-k, largest n). visible: int64 [T] n(p). entries: int64 pool rows of the batch's
-    entries, sequence after sequence; entries[0] = 0. base: int64 [T, 1] index in ``entries`` of the row's entry 0.
-    index/slots: int64 [T, width] the whole selection (-1 / 0: none) when no row sees more than top-k; None: score the tiles.
-    ragged: some row selects fewer than ``width``.
+    table: where entries lie. width: selected entries per row, min(top-k, largest n). visible: int64 [T] n(p). base: int64
+    [T, 1] the rows' `BlockTable.base`. index/slots: int64 [T, width] the whole selection (-1 / 0: none) and its pool rows when
+    no row sees more than top-k; None: score the tiles. ragged: some row selects fewer than ``width``.
     """
 
+    table: BlockTable
     width: int
     visible: Tensor
-    entries: Tensor
     base: Tensor
     index: Tensor | None
     slots: Tensor | None
     tiles: tuple[ScoreTile, ...]
     ragged: bool
     write: WritePlan | None
+
+    def pool_rows(self, index: Tensor) -> Tensor:
+        """Pool rows int64 [T, width] of a selection int64 [T, width]; -1, and only in a ragged one: row 0."""
+        if not self.ragged:
+            return self.table.rows(self.base, index)
+        return self.table.rows(self.base, index.clamp_min(0)).masked_fill_(index < 0, 0)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class RowPlan:
         cls,
         segments: Sequence[Segment],
         geometry: RowGeometry,
-        ratios: Sequence[int],
+        tables: Mapping[int, BlockTable],
         device: torch.device,
         *,
         writes: bool,
@@ -169,11 +175,12 @@ class RowPlan:
     ) -> RowPlan:
         """Plan a batch of at least one segment, each of at least one row and of a different sequence.
 
-        ratios: compress ratios that the batch's layers use. writes: its layers write compressed entries (encoder rows).
+        tables: block table of each compress ratio that the batch's layers use. writes: its layers write compressed entries
+        (encoder rows).
         cut_index: [T, W] index of ``cut_view``, 0: masked; None: the same as ``view``.
         Raises RuntimeError when positions have no pages.
         """
-        return _Builder(segments, geometry, device, writes, tile_elements).plan(ratios, cut_index)
+        return _Builder(segments, geometry, device, writes, tile_elements).plan(tables, cut_index)
 
 
 def ragged_arange(starts: Int64Array, counts: Int64Array) -> Int64Array:
@@ -213,9 +220,9 @@ class _Builder:
         self.position = ragged_arange(self.start, self.count)
         self.seen, self.in_window = window_positions(self.position, self.window_floor[self.segment_of], geometry.window)
 
-    def plan(self, ratios: Sequence[int], cut_index: Int64Array | None) -> RowPlan:
+    def plan(self, tables: Mapping[int, BlockTable], cut_index: Int64Array | None) -> RowPlan:
         window, index = self._window()
-        entries = {ratio: self._entry_plan(ratio) for ratio in ratios}
+        entries = {ratio: self._entry_plan(ratio, table) for ratio, table in tables.items()}
         view = self._view(index, self.in_window, entries)
         return RowPlan(
             num_rows=self.num_rows,
@@ -263,53 +270,42 @@ class _Builder:
         index = np.where(self.in_window, self.seen + table_offset, 0)
         return WindowPlan(self._tensor(history), store_from, self._tensor(to_rings)), index
 
-    def _entry_plan(self, ratio: int) -> EntryPlan:
-        entries, first_entry = self._entries(ratio)
+    def _entry_plan(self, ratio: int, table: BlockTable) -> EntryPlan:
+        self._check_reserved(ratio, table)
         visible = (self.position + 1) // ratio
-        base = first_entry[self.segment_of]
         largest = int(visible.max())
         width = min(self.geometry.topk, largest)
         selected = self._selected(ratio, width)
-        index = slots = None
-        tiles: tuple[ScoreTile, ...] = ()
-        if largest <= self.geometry.topk:
-            index = np.where(selected, np.arange(width), -1)
-            slots = entries[np.where(selected, base[:, None] + np.arange(width), 0)]
-        else:
-            tiles = self._tiles(visible, entries, first_entry, ratio)
-        return EntryPlan(
+        scored = largest > self.geometry.topk
+        plan = EntryPlan(
+            table=table,
             width=width,
             visible=self._tensor(visible),
-            entries=self._tensor(entries),
-            base=self._tensor(base[:, None]),
-            index=None if index is None else self._tensor(index),
-            slots=None if slots is None else self._tensor(slots),
-            tiles=tiles,
+            base=self._tensor(table.base(self.slot)[self.segment_of][:, None]),
+            index=None if scored else self._tensor(np.where(selected, np.arange(width), -1)),
+            slots=None,
+            tiles=self._tiles(visible, ratio) if scored else (),
             ragged=not bool(selected.all()),
-            write=self._write(ratio, entries, base) if self.writes else None,
+            write=self._write(ratio, table) if self.writes else None,
         )
+        return plan if plan.index is None else replace(plan, slots=plan.pool_rows(plan.index))
 
-    def _entries(self, ratio: int) -> tuple[Int64Array, Int64Array]:
-        """Entry rows of all segments behind the null row, and where each segment's begin."""
-        counts = self.end // ratio
-        parts = [np.zeros(1, np.int64)]
-        for segment, count in zip(self.segments, counts.tolist(), strict=True):
-            rows = segment.blocks.entries(ratio)
-            if rows.size < count:
-                end = segment.start + segment.count
-                raise RuntimeError(f"positions up to {end} are not reserved: {rows.size} of {count} entries have pages")
-            parts.append(rows[:count])
-        return np.concatenate(parts), 1 + np.cumsum(counts) - counts
+    def _check_reserved(self, ratio: int, table: BlockTable) -> None:
+        for segment in self.segments:
+            end, entries = segment.start + segment.count, len(segment.blocks.pages) * table.per_page
+            if entries < end // ratio:
+                raise RuntimeError(f"positions up to {end} are not reserved: {entries} of {end // ratio} entries have pages")
 
-    def _write(self, ratio: int, entries: Int64Array, base: Int64Array) -> WritePlan:
+    def _write(self, ratio: int, table: BlockTable) -> WritePlan:
         ends = (self.position + 1) % ratio == 0
         ends &= self.position >= self.write_floor[self.segment_of]
         rows = np.flatnonzero(ends)
         group = self.position[rows] // ratio
-        slots, positions = self._tensor(entries[base[rows] + group]), self._tensor(group * ratio)
+        segment = self.segment_of[rows]
+        slots = table.rows(self._tensor(table.base(self.slot[segment])), self._tensor(group))
+        positions = self._tensor(group * ratio)
         if ratio == 1:
             return WritePlan(None if rows.size == self.num_rows else self._tensor(rows), slots, positions)
-        segment = self.segment_of[rows]
         from_open = self.position[rows] == self.start[segment]
         open_from = self.slot[segment[from_open]]
         first = np.where(from_open, np.cumsum(from_open) - 1, open_from.size + rows - 1)
@@ -324,19 +320,18 @@ class _Builder:
             open_to=self._tensor(self.slot[left_open]) if left_open.size else None,
         )
 
-    def _tiles(self, visible: Int64Array, entries: Int64Array, first_entry: Int64Array, ratio: int) -> tuple[ScoreTile, ...]:
+    def _tiles(self, visible: Int64Array, ratio: int) -> tuple[ScoreTile, ...]:
         """Cut the rows into tiles: single-row segments in runs, longer ones alone, each within the element budget."""
         key_cost = self.geometry.index_heads + self.geometry.index_dim
         tiles: list[ScoreTile] = []
+        slots = self._tensor(self.slot)
         segment = 0
         while segment < len(self.segments):
             if self.count[segment] > 1:
                 start, end = self.offset[segment], self.offset[segment] + self.count[segment]
                 most = max(1, self.tile_elements // (int(visible[end - 1]) * self.geometry.index_heads))
-                tiles.extend(
-                    self._tile(visible, entries, first_entry, row, min(row + most, end), segment, segment + 1)
-                    for row in range(start, end, most)
-                )
+                here = slots[segment : segment + 1]
+                tiles.extend(self._tile(visible, here, row, min(row + most, end)) for row in range(start, end, most))
                 segment += 1
                 continue
             run, largest = segment, 0
@@ -345,22 +340,17 @@ class _Builder:
                 if segment > run and (segment + 1 - run) * longer * key_cost > self.tile_elements:
                     break
                 segment, largest = segment + 1, longer
-            start, end = self.offset[run], self.offsets[segment]
-            tiles.append(self._tile(visible, entries, first_entry, start, end, run, segment))
+            tiles.append(self._tile(visible, slots[run:segment], self.offset[run], self.offsets[segment]))
         return tuple(tiles)
 
-    def _tile(
-        self, visible: Int64Array, entries: Int64Array, first_entry: Int64Array, start: int, stop: int, first: int, last: int
-    ) -> ScoreTile:
+    def _tile(self, visible: Int64Array, slots: Tensor, start: int, stop: int) -> ScoreTile:
         rows = visible[start:stop]
         num_keys = int(rows.max())
-        keys = None
-        if num_keys > self.geometry.topk:
-            here = np.arange(num_keys)
-            exists = here < (rows[-1:] if last - first == 1 else rows)[:, None]
-            keys = self._tensor(entries[np.where(exists, first_entry[first:last, None] + here, 0)])
         ragged = bool((rows < num_keys).any())
-        return ScoreTile(int(start), int(stop), last - first, num_keys, keys, self._tensor(rows) if ragged else None)
+        scored = num_keys > self.geometry.topk
+        return ScoreTile(
+            int(start), int(stop), len(slots), num_keys, slots if scored else None, self._tensor(rows) if ragged else None
+        )
 
 
 def _bias(counts: BoolArray) -> Float32Array:

@@ -8,7 +8,7 @@ replay, then decodes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cedar.cache.rows import RowGeometry, RowPlan, Segment, ragged_arange, window_positions
-from cedar.cache.store import Int64Array
+from cedar.cache.store import BlockTable, Int64Array
 from cedar.config.model import ModelConfig
 from cedar.engine.memory import ModelSequence
 from cedar.engine.replay import KeptRows
@@ -61,19 +61,19 @@ class DecoderBatch:
 class BatchBuilder:
     """Builds batches for one model on one device."""
 
-    def __init__(self, config: ModelConfig, hasher: EngramHasher, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, hasher: EngramHasher, tables: Mapping[int, BlockTable], device: torch.device) -> None:
         self._geometry = RowGeometry.of(config)
         self._hasher = hasher
         self._device = device
         layers = config.layers
-        self._encoder_ratios = sorted({layer.ratio for layer in layers if layer.ratio})
-        self._decoder_ratios = sorted({layer.ratio for layer in layers[config.cut :] if layer.ratio})
+        self._encoder_tables = {layer.ratio: tables[layer.ratio] for layer in layers if layer.ratio}
+        self._decoder_tables = {layer.ratio: tables[layer.ratio] for layer in layers[config.cut :] if layer.ratio}
         self.lookback = hasher.ngram - 1 if config.engram_layer_ids else 0
 
     def encoder(self, chunks: Sequence[Chunk]) -> EncoderBatch:
         """Rows of at least one chunk, each of a different sequence."""
         segments = [chunk.segment for chunk in chunks]
-        plan = RowPlan.build(segments, self._geometry, self._encoder_ratios, self._device, writes=True)
+        plan = RowPlan.build(segments, self._geometry, self._encoder_tables, self._device, writes=True)
         with_history = [chunk.seq.with_history(chunk.token_ids) for chunk in chunks]
         ids = np.concatenate(with_history)
         counts = np.diff(plan.offsets)
@@ -112,7 +112,7 @@ class BatchBuilder:
             streams.append(boundary.streams.index_select(0, selected))
             pre.append(boundary.pre.index_select(0, selected))
             table.add_rows(boundary.window.table, batch.plan.window_index[numbers], self._device)
-        plan = RowPlan.build(segments, self._geometry, self._decoder_ratios, self._device, writes=False, cut_index=table.index())
+        plan = RowPlan.build(segments, self._geometry, self._decoder_tables, self._device, writes=False, cut_index=table.index())
         records = table.records()
         return DecoderBatch(plan, Boundary(torch.cat(streams), torch.cat(pre), WindowKeys(records, records)), _spans(plan))
 

@@ -72,21 +72,21 @@ class KeptRows:
 
 
 class EncodedSequence:
-    """Rolling buffers of one sequence; position p lives in row p % size. Empty after `release`."""
+    """Rolling buffers of one sequence; position p lives in row p % size. Allocated by the first `append`: a sequence may be
+    opened and closed again many times before it has memory for its prompt. Gone after `release`."""
 
     def __init__(self, sizes: SeamSizes, mode: DecoderReplay, device: torch.device) -> None:
         self.sizes = sizes
         self.mode = mode
         self.last_hidden: Tensor | None = None
-        rows, records = sizes.rows[mode], sizes.record_rows(mode)
-        self._streams = torch.empty(rows, *sizes.streams, dtype=sizes.dtype, device=device)
-        self._pre = torch.empty(rows, sizes.streams[0], device=device)
-        self._records = torch.empty(records, sizes.record.width, dtype=sizes.record.dtype, device=device)
+        self._device = device
+        self._buffers: tuple[Tensor, ...] = ()
 
     def append(self, start: int, streams: Tensor, pre: Tensor, records: Tensor) -> None:
         """Boundary rows and window records of positions [start, start + rows), which follow those appended before."""
         end = start + streams.shape[0]
-        for buffer, new in ((self._streams, streams), (self._pre, pre), (self._records, records)):
+        self._buffers = self._buffers or self._allocate()
+        for buffer, new in zip(self._buffers, (streams, pre, records), strict=True):
             kept = min(new.shape[0], buffer.shape[0])
             buffer.index_copy_(0, self._rows(buffer, end - kept, end), new[new.shape[0] - kept :])
 
@@ -105,14 +105,24 @@ class EncodedSequence:
         """The kept rows of a sequence whose positions [floor, end) were encoded."""
         first = self.first_kept(end, floor)
         window_first = max(floor, first - self.sizes.window + 1, 0)
-        rows = self._rows(self._streams, first, end)
-        records = self._records.index_select(0, self._rows(self._records, window_first, end))
-        return KeptRows(first, self._streams.index_select(0, rows), self._pre.index_select(0, rows), window_first, records)
+        streams, pre, records = (
+            buffer.index_select(0, self._rows(buffer, begin, end))
+            for buffer, begin in zip(self._buffers, (first, first, window_first), strict=True)
+        )
+        return KeptRows(first, streams, pre, window_first, records)
 
     def release(self) -> None:
         """Drop the rows; the memory is free at once."""
         self.last_hidden = None
-        self._streams, self._pre, self._records = self._streams[:0].clone(), self._pre[:0].clone(), self._records[:0].clone()
+        self._buffers = ()
+
+    def _allocate(self) -> tuple[Tensor, ...]:
+        sizes, rows, records = self.sizes, self.sizes.rows[self.mode], self.sizes.record_rows(self.mode)
+        return (
+            torch.empty(rows, *sizes.streams, dtype=sizes.dtype, device=self._device),
+            torch.empty(rows, sizes.streams[0], device=self._device),
+            torch.empty(records, sizes.record.width, dtype=sizes.record.dtype, device=self._device),
+        )
 
     @staticmethod
     def _rows(buffer: Tensor, start: int, end: int) -> Tensor:

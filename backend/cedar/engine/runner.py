@@ -53,7 +53,7 @@ class ModelRunner:
         self.cache = cache
         self._device = device
         self._threads = threads
-        self._batches = BatchBuilder(model.config, hasher, device)
+        self._batches = BatchBuilder(model.config, hasher, cache.tables, device)
         self._seam = SeamSizes.of(model.config, model.dtype, cache.window(model.config.cut).record)
 
     @classmethod
@@ -81,12 +81,15 @@ class ModelRunner:
         load_weights(model, directory, progress)
         model.eval()
         formats = cache_formats(config, dtype, fake_quant=settings.fake_quant)
+        seam = SeamSizes.of(config, dtype, formats.window)
         sizes = CacheSizes.plan(
             config,
             formats,
             budget_bytes=settings.kv_cache_bytes or int(free_memory(device) * settings.kv_cache_share),
             max_sequences=settings.max_num_seqs,
             page_tokens=settings.page_tokens,
+            seam_bytes=seam.bytes(DecoderReplay(settings.decoder_replay_mode)),
+            largest_seam_bytes=max(map(seam.bytes, DecoderReplay)),
         )
         cache = KVCache(config, formats, sizes, device)
         return cls(model, hasher, cache, device, threads, max_model_len=max_model_len)

@@ -60,13 +60,16 @@ class EngramHasher:
 
     Per layer: odd multipliers from a generator seeded by the layer number, one prime bucket count per column (n-gram size
     major, head minor) and the columns' offsets. Raises `CedarError` when the tokenizer does not give
-    ``engram_compressed_vocab_size`` ids: every multiplier depends on it.
+    ``engram_compressed_vocab_size`` ids (every multiplier depends on it), or has no token ``engram_pad_token_id``.
     """
 
     def __init__(self, config: ModelConfig, token_map: TokenMap) -> None:
         if config.engram_layer_ids and token_map.size != config.engram_compressed_vocab_size:
             allowed = f"{token_map.size}, the number of compressed ids of this tokenizer"
             raise invalid("engram_compressed_vocab_size", f"is {config.engram_compressed_vocab_size}", allowed)
+        if config.engram_layer_ids and config.engram_pad_token_id >= len(token_map.ids):
+            allowed = f"0 to {len(token_map.ids) - 1}, a token of this tokenizer"
+            raise invalid("engram_pad_token_id", f"is {config.engram_pad_token_id}", allowed)
         self.layers = config.engram_layer_ids
         self.ngram = config.engram_max_ngram_size
         self.heads = config.engram_n_heads

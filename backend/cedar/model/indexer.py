@@ -64,7 +64,7 @@ class Indexer(nn.Module):
             rows = slice(tile.start, tile.stop)
             if allowed is None:
                 index, blocks = mqa_logits_topk(
-                    query[rows], weight[rows], pool, tile, min(self.topk, tile.num_keys), self.publish
+                    query[rows], weight[rows], pool, plan.table, tile, min(self.topk, tile.num_keys), self.publish
                 )
                 published.append(blocks)
             else:
@@ -73,11 +73,7 @@ class Indexer(nn.Module):
                 index = nn.functional.pad(index, (0, plan.width - index.shape[1]), value=-1)
             parts.append(index)
         index = parts[0] if len(parts) == 1 else torch.cat(parts)
-        where = index + plan.base
-        if plan.ragged:
-            where.masked_fill_(index < 0, 0)
-        slots = plan.entries.index_select(0, where.flatten()).view(index.shape)
-        return Selection(index, slots, tuple(published) if self.publish else ())
+        return Selection(index, plan.pool_rows(index), tuple(published) if self.publish else ())
 
     def queries(self, x: Tensor, q_latent: Tensor, state: PassState) -> tuple[Tensor, Tensor]:
         """Index queries [T, heads, dim], rotated and quantised, and head weights float32 [T, heads]."""
@@ -94,7 +90,7 @@ class Indexer(nn.Module):
         parts = []
         for start in range(0, query.shape[0], step):
             run = slice(start, start + step)
-            arguments = (query[run], weight[run], pool, blocks[run], self.block, visible[run], plan.entries, base[run], self.topk)
+            arguments = (query[run], weight[run], pool, blocks[run], self.block, visible[run], plan.table, base[run], self.topk)
             parts.append(sparse_logits_topk(*arguments))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

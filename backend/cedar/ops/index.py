@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cedar.cache.records import RecordPool
 from cedar.cache.rows import ScoreTile
+from cedar.cache.store import BlockTable
 
 
 def mqa_logits(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
@@ -73,19 +74,27 @@ def candidate_blocks(scores: Tensor, visible: Tensor | None, block: int, top: in
 
 
 def mqa_logits_topk(
-    query: Tensor, weight: Tensor, pool: RecordPool, tile: ScoreTile, k: int, publish: tuple[int, int] | None
+    query: Tensor,
+    weight: Tensor,
+    pool: RecordPool,
+    table: BlockTable,
+    tile: ScoreTile,
+    k: int,
+    publish: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Score a tile's rows against all entries they see and select the k best.
 
-    query: [R, heads, d], rotated and quantised; weight: [R, heads]. publish: (block size, blocks to keep) of a candidate source.
+    query: [R, heads, d], rotated and quantised; weight: [R, heads]. table: where the tile's keys lie in ``pool``, read page by
+    page; what is behind a sequence's last entry is hidden. publish: (block size, blocks to keep) of a candidate source.
     Returns int64 [R, min(k, tile.num_keys)] as `select`, and int64 [R, blocks] as `candidate_blocks`; None when every block
     would be kept.
     """
     rows, groups = query.shape[0], tile.groups
-    if tile.keys is None:
+    if tile.slots is None:
         index = torch.arange(tile.num_keys, device=query.device).repeat(rows, 1)
         return (index if tile.visible is None else index.masked_fill_(index >= tile.visible[:, None], -1)), None
-    keys = pool.record.decode(pool.load(tile.keys.flatten())).view(groups, tile.num_keys, -1)
+    records = pool.load_pages(table.pages_of(tile.slots, tile.num_keys), table.per_page)
+    keys = pool.record.decode(records[:, : tile.num_keys])
     scores = mqa_logits(query.view(groups, -1, *query.shape[1:]), weight.view(groups, -1, weight.shape[1]), keys)
     hide_beyond(scores, tile.visible)
     blocks = None
@@ -101,20 +110,19 @@ def sparse_logits_topk(
     blocks: Tensor,
     block: int,
     visible: Tensor,
-    slots: Tensor,
+    table: BlockTable,
     base: Tensor,
     k: int,
 ) -> Tensor:
     """As `mqa_logits_topk`, restricted to each row's candidate blocks; only their keys are read.
 
-    blocks: int64 [R, c], ascending, then -1. visible: int64 [R]. base: int64 [R, 1]; a row's entry j is pool row
-    slots[base + j].
+    blocks: int64 [R, c], ascending, then -1. visible: int64 [R]. base: int64 [R, 1], `BlockTable.base` of the rows' slots.
     """
     rows = query.shape[0]
     positions = (blocks[:, :, None] * block + torch.arange(block, device=blocks.device)).flatten(1)
     hidden = (positions < 0) | (positions >= visible[:, None])
-    pool_rows = slots[(positions + base).masked_fill_(hidden, 0).flatten()]
-    keys = pool.record.decode(pool.load(pool_rows)).view(rows, positions.shape[1], -1)
+    pool_rows = table.rows(base, positions.masked_fill(hidden, 0)).masked_fill_(hidden, 0)
+    keys = pool.record.decode(pool.load(pool_rows.flatten())).view(rows, positions.shape[1], -1)
     scores = mqa_logits(query[:, None], weight[:, None], keys).masked_fill_(hidden, -torch.inf)
     column = topk_lowest(scores, k)
     return positions.gather(1, column).masked_fill_(hidden.gather(1, column), -1)

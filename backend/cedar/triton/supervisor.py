@@ -183,27 +183,36 @@ class Supervisor:
 
     def _watch(self, server: TritonServer) -> None:
         """Returns when the server has to be started anew."""
+        broken: set[str] = set()
         while True:
             self._pause()
             try:
                 lost = server.lost_models()
-                if not lost and not self._engine_lost():
+                if not broken and not lost and not self._engine_lost():
                     continue
                 log.error("lost the process of %s", ", ".join(sorted(lost)) or "the engine")
-                for model in {READINESS_MODEL, *lost}:
-                    server.unload(model)
-                waits = lost or {READINESS_MODEL}
-                hangs = not all(server.wait_unloaded(model, HANG_TIMEOUT_S * INSTANCES[model]) for model in waits)
+                broken |= lost or {READINESS_MODEL}
+                if not self._unload(server, broken):
+                    log.error("requests hang; starting tritonserver again")
+                    return
             except CedarError as error:  # it does not answer, perhaps because it has just ended
-                log.error("%s", error)
+                log.error("%s; starting it again", error)
                 self._pause()
                 return
-            if hangs:
-                log.error("requests hang; starting tritonserver again")
-                return
             self._count_restart()
-            self._load(server, *(lost - {READINESS_MODEL}), READINESS_MODEL, ENSEMBLE)
-            log.info("serving again")
+            try:
+                self._load(server, *(broken - {READINESS_MODEL}), READINESS_MODEL, ENSEMBLE)
+            except CedarError as error:  # something was lost again meanwhile
+                log.error("%s; trying again", error)
+            else:
+                broken.clear()
+                log.info("serving again")
+
+    def _unload(self, server: TritonServer, models: set[str]) -> bool:
+        """Take readiness away and unload what was lost; False when requests hang in it."""
+        for model in {READINESS_MODEL, *models}:
+            server.unload(model)
+        return all(server.wait_unloaded(model, HANG_TIMEOUT_S * INSTANCES[model]) for model in models)
 
     def _remember_engine(self) -> None:
         assert self._server is not None
