@@ -69,7 +69,7 @@ def _prompts(limits: Limits) -> dict[str, BadInput]:
         "text and messages": _with("text_input and messages are given", messages=text("[]")),
         "empty text": BadInput({"text_input": text("")}, ("text_input: is empty",)),
         "text not UTF-8": BadInput({"text_input": text(b"a\xff\xfe")}, ("text_input: is not valid UTF-8 (byte 1)",)),
-        "text too long": BadInput({"text_input": text("a" * (MAX_PROMPT_BYTES + 1))}, ("text_input", "max_prompt_bytes")),
+        "text too long": BadInput({"text_input": text("a" * (MAX_PROMPT_BYTES + 1))}, ("text_input: has", "bytes", "at most")),
         "text with image": BadInput({"text_input": text("a <｜deepseek_image｜>")}, ("text_input", "no vision tower")),
         "no ids": BadInput({"input_ids": _ids()}, ("input_ids: is empty",)),
         "negative id": BadInput({"input_ids": _ids(5, -1)}, ("input_ids[1]: is -1", f"0 to {limits.vocab_size - 1}")),

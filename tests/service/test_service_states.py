@@ -70,6 +70,18 @@ def test_drain_cuts_streams_or_takes_new_requests(client: EngineClient, served: 
     assert client.status().state == "draining"
 
 
+def test_drain_leaves_the_rest_without_an_end(client: EngineClient, served: ServiceThread) -> None:
+    stream = Stream()
+    client.attach(encode(client, request("r", max_tokens=100_000)), stream.on_tokens)
+    stream.next()
+    answer = client.drain(50, end_rest=True)
+    assert (answer.drained, answer.remaining) == (False, 1)
+    end = stream.end()
+    assert (end.finish_reason, end.error_code) == ("error", "UNAVAILABLE")
+    assert "draining" in end.error_message
+    until(lambda: client.status().sequences_held == 0, "its memory is free")
+
+
 def test_long_step_holds_up_status(client: EngineClient, served: ServiceThread) -> None:
     client.status()
     served.runner.gate.clear()

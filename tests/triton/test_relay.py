@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import threading
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cedar.triton.relay import Mirror
+from cedar.errors import unavailable
+from cedar.triton.relay import MetricsRelay, Mirror
 
 
 class Family:
@@ -144,3 +146,27 @@ def test_a_histogram_loses_counts_or_its_sum(batches: list[list[float]]) -> None
     copy = found("cedar_time_to_first_token_seconds")
     assert copy.counts == truth.counts
     assert math.isclose(copy.total, truth.total, rel_tol=1e-9, abs_tol=1e-9)
+
+
+class Looks:
+    """An engine's client that only says when it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def status(self, include_metrics: bool) -> Any:
+        self.asked.set()
+        raise unavailable("of the test")
+
+
+def test_two_relays_of_one_server_touch_its_metrics_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cedar.triton.relay.INTERVAL_S", 0.02)
+    old_client, new_client = Looks(), Looks()
+    old, new = MetricsRelay(old_client, Family), MetricsRelay(new_client, Family)  # type: ignore[arg-type]
+    old.start()
+    assert old_client.asked.wait(5)
+    new.start()
+    assert not new_client.asked.wait(0.5)
+    old.stop()
+    assert new_client.asked.wait(5)
+    new.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,17 @@ def test_a_scalar_input_is_no_key_of_sampling_parameters() -> None:
     prompts = {"text_input", "messages", "sampling_parameters", "cancel"}
     scalars = {tensor.name for tensor in INPUTS if tensor.dims == (1,)} - prompts
     assert scalars <= set(json_keys())
+
+
+def test_a_text_that_cannot_fit_is_tokenised_to_find_out() -> None:
+    limits = replace(LIMITS, max_model_len=100, longest_token=8, max_prompt_bytes=1 << 20)
+    with pytest.raises(CedarError, match=r"text_input: has 801 bytes; allowed: at most 800 bytes \(a context of 100 tokens\)"):
+        parse_request({"text_input": text("a" * 801)}, "", 0, Prompts(TOKENIZER), limits, 1_000)
+    with pytest.raises(CedarError, match=r"messages: has \d+ bytes; allowed: at most 70336 bytes"):
+        parse_request({"messages": text("x" * 70337)}, "", 0, Prompts(TOKENIZER), limits, 1_000)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\x1b[31m", "\u2028"])
+def test_a_key_forges_a_line_of_the_log(key: str) -> None:
+    with pytest.raises(CedarError, match=r"request_key: is .*printable"):
+        parse(text_input=text("a"), request_key=text(key))

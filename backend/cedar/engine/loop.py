@@ -109,6 +109,10 @@ class EngineThread:
         begun.add_done_callback(partial(_pass_on_error, drained))
         return drained
 
+    def end_all(self, error: CedarError) -> Future[None]:
+        """`Engine.end_all`; the thread goes on."""
+        return self.call(lambda engine: self._emit(engine.end_all(error)))
+
     def call(self, command: Callable[[Engine], T]) -> Future[T]:
         """Run ``command`` with the engine, between two steps. A CedarError it raises is the future's; others are fatal."""
         return self._submit(command, MAX_COMMANDS_QUEUED)

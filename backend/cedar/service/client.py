@@ -162,10 +162,13 @@ class EngineClient:
         """The engine's state; with ``metrics`` in Prometheus text format when asked for."""
         return self._wait(self._stub.Status, pb.StatusRequest(include_metrics=include_metrics), timeout_s)
 
-    def drain(self, timeout_ms: int) -> pb.DrainResponse:
-        """Refuse new requests and wait until the running ones have ended or ``timeout_ms`` has passed."""
+    def drain(self, timeout_ms: int, *, end_rest: bool = False) -> pb.DrainResponse:
+        """Refuse new requests and wait until the running ones have ended or ``timeout_ms`` has passed.
+
+        ``end_rest``: those that are left then end with UNAVAILABLE; the answer counts them all the same.
+        """
         timeout_s = timeout_ms / 1000 + _DEADLINE_MARGIN_S
-        return self._wait(self._stub.Drain, pb.DrainRequest(timeout_ms=timeout_ms), timeout_s)
+        return self._wait(self._stub.Drain, pb.DrainRequest(timeout_ms=timeout_ms, end_rest=end_rest), timeout_s)
 
     def clear_cache(self, timeout_s: float = CALL_TIMEOUT_S) -> int:
         """Empty the prefix cache; how many tokens it held."""

@@ -308,6 +308,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         async with self._call(context):
             remaining = await self.drain(request.timeout_ms / 1000)
+            if remaining and request.end_rest:
+                over = unavailable(f"the server is stopping, and {request.timeout_ms} ms of draining are over")
+                await _settled(self._engine().end_all(over))
             return pb.DrainResponse(drained=remaining == 0, remaining=remaining)
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:

@@ -102,6 +102,11 @@ class Tokenizer:
             self._bytes[token_id] = cached
         return cached
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest spelling, special tokens included: n tokens stand for at most n times as many bytes of text."""
+        return max(len(_spelling(self._backend.id_to_token(token_id))) for token_id in range(len(self)))
+
     def token_text(self, token_id: int) -> str:
         """A token's own spelling, special tokens included, for people to read (log-probability tables)."""
         return _spelling(self._backend.id_to_token(token_id)).decode("utf-8", "replace")

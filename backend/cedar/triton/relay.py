@@ -7,10 +7,13 @@ what is mirrored is the change since the last look.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
+import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -177,6 +180,28 @@ class MetricsRelay:
         self._thread.start()
 
     def _run(self) -> None:
+        with self._turn() as ours:
+            if ours:
+                self._relay()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Alone among the server's processes: while `deliver` is replaced, old and new live side by side, and two that touch
+        the metrics crash the server. An abstract socket's name is free again when its process ends, however it ends."""
+        name = f"\0cedar-metrics-{os.getuid()}-{os.getppid()}"
+        with socket.socket(socket.AF_UNIX) as holder:
+            while True:
+                try:
+                    holder.bind(name)
+                except OSError:
+                    if self._stop.wait(INTERVAL_S):
+                        yield False
+                        return
+                else:
+                    yield True
+                    return
+
+    def _relay(self) -> None:
         # also made and given back on this thread
         mirror = Mirror(self._factory)
         while True:

@@ -49,6 +49,16 @@ class Limits:
     image_token_id: int
     max_prompt_bytes: int
     default_timeout_ms: int
+    longest_token: int = 1 << 20
+
+    def bytes_of(self, name: str) -> tuple[int, str]:
+        """The most bytes that an input may have and why: more cannot fit the context, and need not be tokenised to know."""
+        text = self.max_model_len * self.longest_token
+        # JSON writes a byte as up to six, and has its own structure around the text
+        context = text if name == "text_input" else 6 * text + (1 << 16)
+        if context < self.max_prompt_bytes:
+            return context, f"a context of {self.max_model_len} tokens"
+        return self.max_prompt_bytes, "max_prompt_bytes"
 
 
 @dataclass(frozen=True)
@@ -176,6 +186,8 @@ def _key(values: _Values) -> str | None:
     key: str | None = values.get("request_key")
     if key is not None and not 1 <= len(key) <= MAX_KEY_LENGTH:
         raise invalid(values.field("request_key"), f"has {len(key)} characters", _KEYS["request_key"].allowed)
+    if key is not None and not key.isprintable():
+        raise invalid(values.field("request_key"), f"is {key!r}", "printable characters; it stands in logs")
     return key
 
 
@@ -191,8 +203,9 @@ def _prompt(name: str, array: NDArray[Any], prompts: PromptEncoder, limits: Limi
         size = len(raw) if isinstance(raw, (bytes, str)) else 0
         if not size:
             raise invalid(name, "is empty", tensor.allowed)
-        if size > limits.max_prompt_bytes:
-            raise invalid(name, f"has {size} bytes", f"at most {limits.max_prompt_bytes} bytes (max_prompt_bytes)")
+        most, why = limits.bytes_of(name)
+        if size > most:
+            raise invalid(name, f"has {size} bytes", f"at most {most} bytes ({why})")
         text = as_text(name, raw, tensor.allowed)
         encode = prompts.encode_text if name == "text_input" else prompts.encode_messages
         ids = np.asarray(encode(text), dtype=np.int32)

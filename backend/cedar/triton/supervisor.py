@@ -252,11 +252,11 @@ class Supervisor:
         def work() -> None:
             client = EngineClient(server.engine_address())
             try:
-                left = client.drain(self._config.drain_timeout_ms).remaining
+                left = client.drain(self._config.drain_timeout_ms, end_rest=True).remaining
             finally:
                 client.close()
             if left:
-                log.warning("%d requests were still running at the end of the drain", left)
+                log.warning("%d requests were still running at the end of the drain and were ended", left)
             # the engine is done, but the last responses may still be on their way through the steps
             server.unload(ENSEMBLE)
             server.wait_unloaded(ENSEMBLE, LAST_RESPONSES_S)

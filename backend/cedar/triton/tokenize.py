@@ -51,7 +51,9 @@ class Tokenize:
         config = EngineConfig.load()
         start_logging(config, args["model_name"])
         model = model_directory(config)
-        self._prompts = Prompts(load_tokenizer(model), ChatDefaults.load(model))
+        tokenizer = load_tokenizer(model)
+        tokenizer.encode_pieces([])  # builds what the first chat request would otherwise wait for
+        self._prompts = Prompts(tokenizer, ChatDefaults.load(model))
         self._link = EngineLink(config)
         status = self._link.client.status()
         self._limits = Limits(
@@ -60,6 +62,7 @@ class Tokenize:
             image_token_id=image_token_id(model),
             max_prompt_bytes=config.max_prompt_bytes,
             default_timeout_ms=config.default_timeout_ms,
+            longest_token=tokenizer.longest_token,
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
