@@ -216,6 +216,17 @@ def test_a_stuck_engine_stays(own: Server) -> None:
     assert serves(own)
 
 
+@pytest.mark.slow
+def test_a_server_that_answers_nothing_looks_healthy(own: Server) -> None:
+    """Every process alive, every model ready, and no request is ever answered."""
+    stuck = own.stubs("deliver")
+    for stub in stuck:
+        stub.suspend()
+    eventually(lambda: gone(stuck), 90, "the end of the stuck step")
+    eventually(lambda: own.ready("cedar"), RECOVERY_S, "readiness again")
+    assert serves(own)
+
+
 def test_the_repository_does_not_load_in_a_plain_server(tmp_path: Path) -> None:
     """As in a container: tritonserver alone, with the settings in its environment."""
     triton = find_triton(EngineConfig())

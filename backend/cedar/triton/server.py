@@ -22,7 +22,7 @@ from cedar.errors import CedarError, ErrorCode, invalid
 from cedar.service.directory import EngineDirectory
 from cedar.service.owner import Owner
 from cedar.triton.bundle import STUB, Triton, python_environment
-from cedar.triton.tensors import INSTANCES
+from cedar.triton.tensors import ENSEMBLE, INSTANCES
 
 POLL_S = 0.05
 REQUEST_TIMEOUT_S = 5.0
@@ -112,10 +112,10 @@ class TritonServer:
 
     # ---- its HTTP interface ----
 
-    def _request(self, method: str, path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> tuple[int, bytes]:
+    def _request(self, method: str, path: str, timeout_s: float = REQUEST_TIMEOUT_S, body: bytes = b"{}") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
         try:
-            connection.request(method, path, body=b"{}" if method == "POST" else None)
+            connection.request(method, path, body=body if method == "POST" else None)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -129,6 +129,13 @@ class TritonServer:
             return self._request("GET", "/v2/health/live")[0] == 200
         except CedarError:
             return False
+
+    def ask(self) -> None:
+        """Cancel a request that does not exist: goes through every step and costs nothing. Raises when nothing comes back."""
+        body = json.dumps({"cancel": True, "request_key": "cedar-canary", "stream": False}).encode()
+        status, answer = self._request("POST", f"/v2/models/{ENSEMBLE}/generate", body=body)
+        if status != 200 or b"not_found" not in answer:
+            raise CedarError(ErrorCode.UNAVAILABLE, f"the ensemble answers with status {status}")
 
     def load(self, model: str, timeout_s: float) -> None:
         """Returns when the model is ready; an ensemble loads its steps. Raises with Triton's reason."""

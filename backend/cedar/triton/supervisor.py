@@ -23,6 +23,7 @@ from cedar.service.owner import Owner
 from cedar.service.process import ensure_engine, probe
 from cedar.triton import pbtxt
 from cedar.triton.bundle import Triton, cache_directory, find_triton
+from cedar.triton.canary import Canary
 from cedar.triton.checkpoint import model_directory
 from cedar.triton.server import TritonServer, claim_ports, end_process
 from cedar.triton.tensors import ENSEMBLE, INSTANCES
@@ -36,6 +37,8 @@ HANG_TIMEOUT_S = 2.0
 LAST_RESPONSES_S = 1.0
 MAX_RESTARTS = 10
 RESTART_WINDOW_S = 300.0
+MAX_SILENCE_S = 30.0
+"""The ensemble answers nothing although all its processes are there."""
 PROBE_S = 2.0
 MAX_MISSES = 5
 """An engine that leaves so many probes unanswered is stuck: its loop answers in milliseconds, also while it computes."""
@@ -183,9 +186,19 @@ class Supervisor:
 
     def _watch(self, server: TritonServer) -> None:
         """Returns when the server has to be started anew."""
+        canary = Canary(server.ask)
+        try:
+            self._watch_with(server, canary)
+        finally:
+            canary.stop()
+
+    def _watch_with(self, server: TritonServer, canary: Canary) -> None:
         broken: set[str] = set()
         while True:
             self._pause()
+            if canary.silent_for() > MAX_SILENCE_S:
+                log.error("requests have not been answered for %.0f s; starting tritonserver again", canary.silent_for())
+                return
             try:
                 lost = server.lost_models()
                 if not broken and not lost and not self._engine_lost():
@@ -207,6 +220,7 @@ class Supervisor:
             else:
                 broken.clear()
                 log.info("serving again")
+            canary.forgive()
 
     def _unload(self, server: TritonServer, models: set[str]) -> bool:
         """Take readiness away and unload what was lost; False when requests hang in it."""
