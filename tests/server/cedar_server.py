@@ -176,6 +176,9 @@ class Server:
         client = Client(self.grpc_port)
         try:
             yield client
+        except AssertionError:
+            print(self.tail())
+            raise
         finally:
             client.close()
 

@@ -104,6 +104,24 @@ def test_a_killed_engine_leaves_requests_hanging(own: Server) -> None:
     assert own.engine().pid != engine.pid
 
 
+def test_an_engine_killed_during_recovery_ends_the_service(own: Server) -> None:
+    first = own.engine()
+    first.kill()
+
+    def another() -> psutil.Process | None:
+        with contextlib.suppress(AssertionError, psutil.Error):
+            engine = own.engine()
+            return engine if engine.pid != first.pid else None
+        return None
+
+    eventually(lambda: another(), RECOVERY_S, "a new engine")
+    second = another()
+    assert second is not None
+    second.kill()
+    eventually(lambda: own.ready("cedar") and serves(own), RECOVERY_S, "requests served again")
+    assert own.process.poll() is None
+
+
 def test_a_killed_server_leaves_orphans(start: Start) -> None:
     server = start()
     processes = server.everything()

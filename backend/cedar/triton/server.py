@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import psutil
@@ -32,12 +31,6 @@ KILL_TIMEOUT_S = 10.0
 STUBS_END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def settings_environment(config: EngineConfig) -> dict[str, str]:
-    """Every setting, defaults too: a child must not merge a YAML file or variable of its own on top."""
-    values = ((f"CEDAR_{f.name.upper()}", getattr(config, f.name)) for f in fields(config))
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values}
 
 
 def claim_ports(config: EngineConfig) -> tuple[int, int, int]:
@@ -88,8 +81,7 @@ class TritonServer:
             f"--allow-gpu-metrics={str(Path('/dev/nvidiactl').exists()).lower()}",
             *triton.arguments,
         ]
-        environment = {k: v for k, v in os.environ.items() if k != "CEDAR_CONFIG"}
-        environment |= python_environment() | settings_environment(config) | triton.environment
+        environment = os.environ | python_environment() | config.as_env() | triton.environment
         self._process = subprocess.Popen(
             command,
             env=environment,

@@ -114,6 +114,10 @@ class Supervisor:
                 if not end.crashed:
                     raise
                 log.error("%s; starting it again", end)
+            except CedarError as error:  # whoever served once is brought back; what never served is the caller's to mend
+                if not self._was_ready:
+                    raise
+                log.error("%s; starting tritonserver again", error)
             self._count_restart()
             self._server.kill()
 
@@ -146,6 +150,8 @@ class Supervisor:
         thread.start()
         while thread.is_alive():
             self._pause()
+            if not self._config.engine_address:  # an engine elsewhere is simply waited for
+                self._end_stuck_engine()
         if failures:
             raise failures[0]
 
@@ -236,21 +242,28 @@ class Supervisor:
     def _engine_lost(self) -> bool:
         """It ended, whether or not another has taken its place since, or it has not answered for a long time."""
         assert self._server is not None
-        ours = self._server.engine_directory() is not None
-        if ours and (self._engine is None or not self._engine.alive()):
+        if self._server.engine_directory() is not None and (self._engine is None or not self._engine.alive()):
             return True
+        return self._end_stuck_engine()
+
+    def _end_stuck_engine(self) -> bool:
+        """Whether the engine, which listens, has not answered for a long time; ours is killed for it."""
+        assert self._server is not None
         now = time.monotonic()
         if now < self._next_probe:
             return False
         self._next_probe = now + PROBE_S
-        status = probe(self._server.engine_address())
-        self._misses = 0 if status is not None and status.state != "failed" else self._misses + 1
-        if self._misses < (MAX_MISSES if ours else 1):
+        directory = self._server.engine_directory()
+        engine = directory.engine() if directory is not None and directory.socket.exists() else None
+        if directory is not None and engine is None:
+            return False
+        self._misses = 0 if probe(self._server.engine_address()) is not None else self._misses + 1
+        if self._misses < (1 if engine is None else MAX_MISSES):
             return False
         self._misses = 0
         log.error("the engine does not answer")
-        if self._engine is not None:
-            end_process(self._engine, signal.SIGKILL)
+        if engine is not None:
+            end_process(engine, signal.SIGKILL)
         return True
 
     # ---- end ----

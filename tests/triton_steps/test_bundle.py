@@ -17,7 +17,7 @@ from cedar.config.engine import SHIPPED_REPOSITORY, EngineConfig
 from cedar.errors import CedarError
 from cedar.triton import bundle, pbtxt
 from cedar.triton.bundle import STUB, Triton, find_triton, python_environment
-from cedar.triton.server import claim_ports, settings_environment
+from cedar.triton.server import claim_ports
 from cedar.triton.supervisor import check_model, repository_of
 
 CONFIG = EngineConfig()
@@ -106,7 +106,7 @@ def test_a_child_merges_settings_of_its_own(tmp_path: Path) -> None:
     config = EngineConfig.load({"tick_ms": 250, "fake_quant": True}, {"CEDAR_TICK_MS": "9", "CEDAR_FAKE_QUANT": "false"})
     yaml = tmp_path / "cedar.yaml"
     yaml.write_text("tick_ms: 7\nhost: 1.2.3.4\n")
-    again = EngineConfig.load({}, {"CEDAR_TICK_MS": "9", **settings_environment(config)}, yaml)
+    again = EngineConfig.load({}, {"CEDAR_TICK_MS": "9", **config.as_env()}, yaml)
     assert again == replace(config, host="127.0.0.1")
     assert (again.tick_ms, again.fake_quant) == (250, True)
 
