@@ -49,12 +49,12 @@ def stored_rows(runner: ModelRunner, seq: ModelSequence, source: int, num_tokens
 
 
 @functools.cache
-def load_runner(name: str, variant: str, page_tokens: int = 16) -> ModelRunner:
+def load_runner(name: str, variant: str, page_tokens: int = 16, device: str = "cpu") -> ModelRunner:
     """The runner of ``tiny-a`` or ``tiny-b`` in a variant's arithmetic; shared, so leave it without open sequences."""
     return ModelRunner.load(
         EngineConfig(
             model=str(GOLDEN / name / "checkpoint"),
-            device="cpu",
+            device=device,
             dtype="bfloat16" if variant == "bf16" else "float32",
             fake_quant=variant != "fp32_noquant",
             cpu_threads=1,
@@ -118,14 +118,14 @@ def prefill(
         result = runner.step(StepWork(prefills=[work]))
         rows.extend(result.prompt_logits.values())
         start += count
-    return torch.cat(rows).numpy() if rows else None
+    return torch.cat(rows).cpu().numpy() if rows else None
 
 
 def tail(runner: ModelRunner, seq: ModelSequence) -> np.ndarray:
     """The first decoder pass: float32 [vocab] of the last row."""
     logits = runner.step(StepWork(tails=[TailWork(seq)])).logits
     assert logits is not None
-    return logits[0].numpy()
+    return logits[0].cpu().numpy()
 
 
 def decode(runner: ModelRunner, seq: ModelSequence, token: int) -> np.ndarray:
@@ -133,7 +133,7 @@ def decode(runner: ModelRunner, seq: ModelSequence, token: int) -> np.ndarray:
     assert runner.reserve(seq, seq.num_computed + 1)
     logits = runner.step(StepWork(decodes=[DecodeWork(seq, seq.num_computed, token)])).logits
     assert logits is not None
-    return logits[0].numpy()
+    return logits[0].cpu().numpy()
 
 
 @dataclass
