@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -243,6 +244,17 @@ def test_a_server_that_answers_nothing_looks_healthy(own: Server) -> None:
     eventually(lambda: gone(stuck), 90, "the end of the stuck step")
     eventually(lambda: own.ready("cedar"), RECOVERY_S, "readiness again")
     assert serves(own)
+
+
+def test_serving_changes_the_model_repository(start: Start, tmp_path: Path) -> None:
+    """A changed directory is a modified model: Triton would reload it under traffic when the ensemble is loaded again."""
+    repository = tmp_path / "model_repository"
+    shutil.copytree(SHIPPED_REPOSITORY, repository, ignore=shutil.ignore_patterns("__pycache__"))
+    server = start("--model-repository", str(repository))
+    assert serves(server)
+    triton = server.triton()
+    assert triton is not None
+    assert all(version.stat().st_mtime < triton.create_time() for version in repository.glob("*/1"))
 
 
 def test_the_repository_does_not_load_in_a_plain_server(tmp_path: Path) -> None:

@@ -137,7 +137,4 @@ def python_environment() -> dict[str, str]:
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))),
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, site, os.environ.get("PYTHONPATH", "")))),
         "CEDAR_PYTHON": os.environ.get("CEDAR_PYTHON", sys.executable),
-        # a __pycache__ written beside a model.py changes the model's directory: the server then takes it for modified and
-        # reloads it, under traffic, whenever the ensemble is loaded again
-        "PYTHONDONTWRITEBYTECODE": "1",
     }

@@ -7,8 +7,10 @@ readiness away, reloads what was lost, and where requests hang it starts the ser
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import py_compile
 import signal
 import threading
 import time
@@ -72,6 +74,7 @@ class Supervisor:
         """Checks everything that can be checked before a process is started."""
         self._triton: Triton = find_triton(config)
         self._repository = repository_of(config)
+        compile_models(self._repository)
         model = check_model(config)
         http, grpc, metrics = claim_ports(config)
         self._config = dataclasses.replace(config, model=str(model), http_port=http, grpc_port=grpc, metrics_port=metrics)
@@ -313,6 +316,14 @@ def repository_of(config: EngineConfig) -> Path:
     path = cache_directory() / "model_repository"
     pbtxt.write(path)
     return path
+
+
+def compile_models(repository: Path) -> None:
+    """Write every model's __pycache__ now. A stub that writes it (no variable keeps it from that) changes the model's
+    directory: the server takes the model for modified and reloads it, under traffic, when the ensemble is loaded again."""
+    for model in repository.glob("*/1/model.py"):
+        with contextlib.suppress(OSError):  # read-only: then a stub cannot write it either
+            py_compile.compile(str(model))
 
 
 def check_model(config: EngineConfig) -> Path:
