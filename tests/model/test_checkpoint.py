@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from cedar.cache.formats import unpack_fp8
 from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
 from cedar.errors import CedarError, ErrorCode
@@ -21,7 +22,7 @@ from cedar.model.checkpoint import INDEX, SINGLE, CheckpointReader, load_weights
 from cedar.model.layout import RELEASE_TENSORS, count_tensors, expected_tensors
 from cedar.model.linear import Reader
 from cedar.model.make import make_checkpoint
-from cedar.model.quantize import dequantize_fp8_tiles, dequantize_mxfp4_rows, unpack_fp8
+from cedar.model.quantize import dequantize_fp8_tiles, dequantize_mxfp4_rows
 
 NAMES = ["tiny-a", "tiny-b"]
 Header = dict[str, Any]

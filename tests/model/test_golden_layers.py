@@ -68,7 +68,7 @@ def test_a_layer_differs_from_the_reference(name: str, variant: str) -> None:
             logits = prefill(runner, seq, ids)
         entries = {source: stored_rows(runner, seq, source, len(ids)) for source in config.kv_source_layer_ids}
         stored = {
-            source: (runner.cache.kv(source).load(rows), runner.cache.index_keys(source).load(rows))
+            source: [pool.record.decode(pool.load(rows)) for pool in (runner.cache.kv(source), runner.cache.index_keys(source))]
             for source, rows in entries.items()
         }
     finally:
@@ -80,8 +80,8 @@ def test_a_layer_differs_from_the_reference(name: str, variant: str) -> None:
         check(f"attn_in {layer}", seen[f"attn_in_{layer}"][-1], golden["attn_in"][layer])
         check(f"attn_out {layer}", seen[f"attn_out_{layer}"][-1], golden["attn_out"][layer])
     for source, (kv, keys) in stored.items():
-        check(f"compressed KV {source}", kv.float().numpy(), golden[f"compressed_kv_L{source}"])
-        check(f"index keys {source}", keys.float().numpy(), golden[f"index_keys_L{source}"])
+        check(f"compressed KV {source}", kv.numpy(), golden[f"compressed_kv_L{source}"])
+        check(f"index keys {source}", keys.numpy(), golden[f"index_keys_L{source}"])
     assert logits is not None
     check("final hidden", record.array("final_hidden", 0), golden["final_hidden"])
     check("logits", logits, golden["logits"])

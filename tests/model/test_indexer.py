@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cedar.cache.records import FloatRecords, RecordPool
+from cedar.cache.layout import IndexKeyRecords
+from cedar.cache.records import FloatRecords, RecordFormat, RecordPool
 from cedar.cache.rows import ScoreTile
 from cedar.cache.store import BlockTable, SequenceBlocks
+from cedar.ops import index as index_ops
 from cedar.ops.index import (
     candidate_blocks,
     hide_beyond,
@@ -102,3 +104,20 @@ def test_restricted_search_differs_from_masked_dense_search(seed: int, rows: int
     expected = select(scores.masked_fill(~allowed, -torch.inf), visible, k)
     assert torch.equal(index, expected)
     assert allowed.gather(1, index.clamp_min(0))[index >= 0].all()
+
+
+@pytest.mark.parametrize("pages", [1, 2, 4])
+@pytest.mark.parametrize("record", [FloatRecords(32, torch.float32), IndexKeyRecords(32)])
+def test_keys_scored_in_runs_of_pages_win_other_places(monkeypatch: pytest.MonkeyPatch, record: RecordFormat, pages: int) -> None:
+    """A long sequence's keys are decoded a few pages at a time; the last page is not full."""
+    generator = torch.Generator().manual_seed(pages)
+    pool = RecordPool.allocate(record, 8 * 31, torch.device("cpu"))
+    pool.store(record.encode(torch.randn(8 * 30, 32, generator=generator)), torch.arange(8, 8 * 31))
+    numbers = 1 + torch.randperm(30, generator=generator)[:18].view(3, 6)
+    table = BlockTable(torch.cat([torch.zeros(1, 6, dtype=torch.int64), numbers]), 8)
+    query, weight = torch.randn(3, 2, 32, generator=generator), torch.randn(3, 2, generator=generator)
+    tile = ScoreTile(0, 3, 3, 45, torch.tensor([1, 2, 3]), torch.tensor([45, 31, 44]))
+    keys = record.decode(pool.load((numbers[:, :, None] * 8 + torch.arange(8)).flatten())).view(3, 48, 32)[:, :45]
+    expected = select(hide_beyond(mqa_logits(query[:, None], weight[:, None], keys), tile.visible), tile.visible, 7)
+    monkeypatch.setattr(index_ops, "KEY_ELEMENTS", pages * 3 * 8 * 32)
+    assert torch.equal(mqa_logits_topk(query, weight, pool, table, tile, 7, None)[0], expected)

@@ -12,10 +12,10 @@ import torch
 from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 
+from cedar.cache.formats import unpack_fp8
 from cedar.config.model import ModelConfig
 from cedar.errors import invalid
 from cedar.model.linear import Linear, Reader
-from cedar.model.quantize import unpack_fp8
 
 Int64 = npt.NDArray[np.int64]
 

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cedar.cache.formats import MX_GROUP, pack_fp8
 from cedar.config.model import ModelConfig
 from cedar.errors import invalid
 from cedar.model.checkpoint import INDEX, Progress
 from cedar.model.layout import TensorSpec, expected_tensors
-from cedar.model.quantize import MX_GROUP, pack_fp8, quantize_fp8_tiles, quantize_mxfp4_rows
+from cedar.model.quantize import quantize_fp8_tiles, quantize_mxfp4_rows
 
 LOGIT_STD = 4.0
 """The best of V normal logits leads the next by about std / sqrt(2 ln V): with 4, greedy choices stand clear of rounding,

@@ -38,7 +38,7 @@ def mega_attention(
         stop = min(start + tile, rows)
         values = [view.values(start, stop) for view in keys]
         gathered = values[0] if len(values) == 1 else torch.cat(values, dim=1)
-        parts.append(_attend(query[start:stop], gathered.float(), sink, bias[start:stop], scale))
+        parts.append(_attend(query[start:stop], gathered, sink, bias[start:stop], scale))
     return rotate(parts[0] if len(parts) == 1 else torch.cat(parts), cos, sin, inverse=True)
 
 

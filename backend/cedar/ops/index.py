@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,18 @@ from cedar.cache.records import RecordPool
 from cedar.cache.rows import ScoreTile
 from cedar.cache.store import BlockTable
 
+KEY_ELEMENTS = 1 << 18
+"""Elements of index keys that a CPU decodes at a time (1 MiB), so that they are in its cache when they are scored."""
+
 
 def mqa_logits(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     """score[t, j] = sum_h weight[t, h] * relu(query[t, h] . keys[j]), accumulated in float32.
 
-    query: [G, t, heads, d] and weight: [G, t, heads], rows of G groups; keys: [G, n, d], one key set per group.
+    query: [G, t, heads, d] and weight: [G, t, heads], rows of G groups; keys: float32 [G, n, d], one key set per group.
     Returns float32 [G * t, n].
     """
     groups, rows, heads, _ = query.shape
-    scores = torch.bmm(query.flatten(1, 2).float(), keys.float().transpose(1, 2)).relu_()
+    scores = torch.bmm(query.flatten(1, 2).float(), keys.transpose(1, 2)).relu_()
     scores = scores.view(groups * rows, heads, -1)
     return torch.bmm(weight.reshape(groups * rows, 1, heads).float(), scores).squeeze(1)
 
@@ -73,6 +78,15 @@ def candidate_blocks(scores: Tensor, visible: Tensor | None, block: int, top: in
     return index.masked_fill_(index > newest, -1)
 
 
+def _page_runs(pool: RecordPool, pages: Tensor, per_page: int) -> Iterator[Tensor]:
+    """Records [G, n, width] of pages int64 [G, p], a run of pages after the other. A GPU gets them all at once."""
+    run = pages.shape[1]
+    if pages.device.type == "cpu":
+        run = max(1, KEY_ELEMENTS // (pages.shape[0] * per_page * pool.record.dim))
+    for some in torch.split(pages, run, 1):
+        yield pool.load_pages(some, per_page)
+
+
 def mqa_logits_topk(
     query: Tensor,
     weight: Tensor,
@@ -93,9 +107,10 @@ def mqa_logits_topk(
     if tile.slots is None:
         index = torch.arange(tile.num_keys, device=query.device).repeat(rows, 1)
         return (index if tile.visible is None else index.masked_fill_(index >= tile.visible[:, None], -1)), None
-    records = pool.load_pages(table.pages_of(tile.slots, tile.num_keys), table.per_page)
-    keys = pool.record.decode(records[:, : tile.num_keys])
-    scores = mqa_logits(query.view(groups, -1, *query.shape[1:]), weight.view(groups, -1, weight.shape[1]), keys)
+    pages = table.pages_of(tile.slots, tile.num_keys)
+    query, weight = query.view(groups, -1, *query.shape[1:]), weight.view(groups, -1, weight.shape[1])
+    parts = [mqa_logits(query, weight, pool.record.decode(records)) for records in _page_runs(pool, pages, table.per_page)]
+    scores = (parts[0] if len(parts) == 1 else torch.cat(parts, 1))[:, : tile.num_keys]
     hide_beyond(scores, tile.visible)
     blocks = None
     if publish is not None and tile.num_keys > publish[0] * publish[1]:
