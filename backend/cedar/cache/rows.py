@@ -32,6 +32,7 @@ class Segment:
 
     window_floor: no window key below this position is visible (replay start, or first kept row).
     write_floor: compressed groups that end at or below this position exist already and are not written again.
+    snapshots: (position, slot): the rings as they are after positions below it are copied to that slot; start < position <= end.
     """
 
     blocks: SequenceBlocks
@@ -39,6 +40,7 @@ class Segment:
     count: int
     window_floor: int = 0
     write_floor: int = 0
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,14 @@ class WindowPlan:
     step's own, in row order). None when every segment has one row: then the step's records are stored first and keys are
     looked up in the ring itself, because a new position replaces exactly the one that left its window.
     store_from: int64 rows whose records go into the ring (the last W of each segment); None: all. store_to: their ring rows.
+    snapshot_from: int64 records of that table that snapshots take; None: there are no snapshots. snapshot_to: their ring rows.
     """
 
     history: Tensor | None
     store_from: Tensor | None
     store_to: Tensor
+    snapshot_from: Tensor | None = None
+    snapshot_to: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ class _Builder:
         store_from = None if from_rows.size == self.num_rows else self._tensor(from_rows)
         if self.num_rows == len(self.segments):
             index = np.where(self.in_window, self.slot[:, None] * size + self.seen % size, 0)
-            return WindowPlan(None, store_from, self._tensor(to_rings)), index
+            return WindowPlan(None, store_from, self._tensor(to_rings), *self._snapshots(index)), index
         first = np.minimum(np.maximum(self.start - size + 1, self.window_floor), self.start)
         before = self.start - first
         history = np.repeat(self.slot, before) * size + ragged_arange(first, before) % size
@@ -268,7 +273,19 @@ class _Builder:
         in_step = (history.size + self.offset - self.start)[self.segment_of]
         table_offset = np.where(self.seen < self.start[self.segment_of][:, None], in_history[:, None], in_step[:, None])
         index = np.where(self.in_window, self.seen + table_offset, 0)
-        return WindowPlan(self._tensor(history), store_from, self._tensor(to_rings)), index
+        return WindowPlan(self._tensor(history), store_from, self._tensor(to_rings), *self._snapshots(index)), index
+
+    def _snapshots(self, index: Int64Array) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """What the row before a snapshot's position sees is what its rings hold."""
+        size = self.geometry.window
+        taken = [(n, position, slot) for n, segment in enumerate(self.segments) for position, slot in segment.snapshots]
+        if not taken:
+            return None, None
+        rows = np.array([self.offset[n] + position - 1 - self.start[n] for n, position, _ in taken])
+        slots = np.array([slot for *_, slot in taken])
+        seen = self.in_window[rows]
+        to_rings = slots[:, None] * size + self.seen[rows] % size
+        return self._tensor(index[rows][seen]), self._tensor(to_rings[seen])
 
     def _entry_plan(self, ratio: int, table: BlockTable) -> EntryPlan:
         self._check_reserved(ratio, table)

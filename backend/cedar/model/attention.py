@@ -67,6 +67,8 @@ class Attention(nn.Module):
         # read the history before newer records take its place
         table = pool.rows if plan.history is None else torch.cat([pool.load(plan.history), records])
         pool.store(records if plan.store_from is None else records.index_select(0, plan.store_from), plan.store_to)
+        if plan.snapshot_from is not None and plan.snapshot_to is not None:
+            pool.store(table.index_select(0, plan.snapshot_from), plan.snapshot_to)
         if self.compressor is not None:
             self._compress(x, state)
         return WindowKeys(table, records)

@@ -20,6 +20,14 @@ from cedar.model.rope import RopeTable
 from cedar.model.state import PassState, Rotations, WindowKeys
 
 
+@dataclass
+class LayerWork:
+    """Rows run since the start. layers: through each layer. source_rows: through the cut layer's KV projection, counted apart."""
+
+    layers: list[int]
+    source_rows: int = 0
+
+
 @dataclass(frozen=True)
 class Boundary:
     """What the encoder half hands to the decoder half: the cut layer's input, and its window keys.
@@ -51,6 +59,7 @@ class Transformer(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+        self.work = LayerWork([0] * len(self.layers))
         self._rope = tuple(RopeTable(config, compressed, self.head.device) for compressed in (False, True))
 
     def encode(self, token_ids: Tensor, engram_rows: dict[int, Tensor], plan: RowPlan, cache: KVCache) -> Boundary:
@@ -64,22 +73,30 @@ class Transformer(nn.Module):
         pre[:, 0] = 1.0
         state = PassState(plan, cache, Rotations(plan, *self._rope), plan.view, engram_rows)
         for layer in self.layers[: self.config.cut]:
-            streams, pre = layer(streams, pre, state)
+            streams, pre = self._launch(layer, streams, pre, state)
+        self.work.source_rows += plan.num_rows
         return Boundary(streams, pre, self._cut_layer.write(streams, pre, state))
 
     def decode(self, boundary: Boundary, plan: RowPlan, cache: KVCache) -> Tensor:
         """Layers cut..L-1 on the rows of ``plan``, whose cut layer KV `encode` wrote. Returns [n, D] after the final norm."""
         state = PassState(plan, cache, Rotations(plan, *self._rope), plan.cut_view)
-        streams, pre = self._cut_layer(boundary.streams, boundary.pre, state, boundary.window)
+        streams, pre = self._launch(self._cut_layer, boundary.streams, boundary.pre, state, boundary.window)
         state.view = plan.view
         for layer in self.layers[self.config.cut + 1 :]:
-            streams, pre = layer(streams, pre, state)
+            streams, pre = self._launch(layer, streams, pre, state)
         hidden: Tensor = self.norm(collapse(streams, pre))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, D] -> float32 [n, vocab]; a float32 product in every compute dtype."""
         return nn.functional.linear(hidden.float(), self.head)
+
+    def _launch(
+        self, layer: nn.Module, streams: Tensor, pre: Tensor, state: PassState, window: WindowKeys | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(layer, Block)
+        self.work.layers[layer.spec.index] += streams.shape[0]
+        return layer(streams, pre, state, window)  # type: ignore[no-any-return]
 
     @property
     def _cut_layer(self) -> Block:
