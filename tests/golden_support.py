@@ -99,9 +99,8 @@ def cut_into(length: int, sizes: int | Sequence[int] | None) -> list[int]:
 
 def open_sequence(runner: ModelRunner, mode: DecoderReplay, num_tokens: int) -> ModelSequence:
     """An open sequence with pages for ``num_tokens``."""
-    seq = runner.open(mode)
+    seq = runner.open_alone(mode, num_tokens)
     assert seq is not None
-    assert runner.reserve(seq, num_tokens)
     return seq
 
 

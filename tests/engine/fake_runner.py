@@ -21,7 +21,7 @@ from cedar.engine.engine import Clock, Engine
 from cedar.engine.request import DecoderReplay, FinishReason, GenerationRequest, SamplingParams
 from cedar.engine.stats import Metric, NullRecorder, Recorder
 from cedar.engine.updates import SequenceUpdate
-from cedar.engine.work import MemoryUsage, StepResult, StepWork
+from cedar.engine.work import MemoryUsage, Prompt, StepResult, StepWork
 
 VOCAB = 48
 EOS = 1
@@ -68,6 +68,8 @@ def expected_tokens(prompt: Sequence[int], count: int, logits_of: Callable[[Sequ
 class FakeMemory:
     decoder_replay: DecoderReplay
     num_computed: int = 0
+    num_cached: int = 0
+    num_replayed: int = 0
     pages: int = 0
     ids: list[int] = field(default_factory=list)
     encoded: bool = False
@@ -94,12 +96,18 @@ class FakeRunner:
     def pages_used(self) -> int:
         return sum(1 + memory.pages for memory in self.memories)
 
-    def open(self, decoder_replay: DecoderReplay) -> FakeMemory | None:
-        if self.pages_used + 1 > self.pages_total:
+    def open(self, prompt: Prompt, num_tokens: int) -> FakeMemory | None:
+        memory = FakeMemory(prompt.decoder_replay, pages=self._pages(num_tokens))
+        if self.pages_used + 1 + memory.pages > self.pages_total:
             return None
-        memory = FakeMemory(decoder_replay)
         self.memories.append(memory)
         return memory
+
+    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
+        return False
+
+    def clear_cache(self) -> int:
+        return 0
 
     def reserve(self, seq: FakeMemory, num_tokens: int) -> bool:
         assert seq in self.memories, "reserve on closed memory"
@@ -109,7 +117,7 @@ class FakeRunner:
         seq.pages += need
         return True
 
-    def close(self, seq: FakeMemory) -> None:
+    def close(self, seq: FakeMemory, *, forget: bool = False) -> None:
         self.memories.remove(seq)  # ValueError when closed twice
 
     def fits(self, num_tokens: int, decoder_replay: DecoderReplay) -> bool:

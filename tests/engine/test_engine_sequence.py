@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from fake_runner import FakeMemory, request
 
-from cedar.engine.request import DecoderReplay, FinishReason
+from cedar.engine.request import DecoderReplay, EncoderReplay, FinishReason
 from cedar.engine.sequence import Sequence, SequenceState
 
 LEASE = 100
@@ -18,7 +18,9 @@ def sequence(prompt: int = 3) -> Sequence:
         1,
         request("k", prompt),
         max_tokens=4,
+        encoder_replay=EncoderReplay.BOUNDED,
         decoder_replay=DecoderReplay.BOUNDED,
+        page_tokens=64,
         end_ids=frozenset(),
         arrival_ns=5,
         deadline_ns=None,

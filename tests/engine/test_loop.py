@@ -272,8 +272,8 @@ def test_a_fatal_error_fails_the_loop_and_leaves_nobody_waiting(where: str) -> N
     else:
         real = rig.runner.close
 
-        def close(memory: Any) -> None:
-            real(memory)
+        def close(memory: Any, *, forget: bool = False) -> None:
+            real(memory, forget=forget)
             raise RuntimeError("close broke")
 
         rig.runner.close = close  # type: ignore[method-assign]

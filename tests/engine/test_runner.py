@@ -114,14 +114,19 @@ def test_all_rows_of_a_prompt_are_mixed_up() -> None:
         runner.close(seq)
 
 
+def spoil(rows: torch.Tensor) -> None:
+    """Floats become NaN; the bytes of packed records the codes and scales of NaN."""
+    rows.fill_(0xFF if rows.dtype == torch.uint8 else torch.nan)
+
+
 def poison(runner: ModelRunner, slot: int) -> None:
     """Everything private to a slot becomes NaN."""
     window = runner.config.sliding_window
     for layer in range(runner.config.num_hidden_layers):
-        runner.cache.window(layer).rows[slot * window : (slot + 1) * window] = torch.nan
+        spoil(runner.cache.window(layer).rows[slot * window : (slot + 1) * window])
     for source in runner.config.kv_source_layer_ids:
         if runner.config.compress_ratios[source] == 2:
-            runner.cache.open_rows(source)[slot] = torch.nan
+            spoil(runner.cache.open_rows(source)[slot])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -129,7 +134,7 @@ def poison(runner: ModelRunner, slot: int) -> None:
 def test_a_reused_slot_shows_its_last_owner(size: int | None, mode: DecoderReplay) -> None:
     runner = load_runner("tiny-a", "fp32")
     for source in runner.config.kv_source_layer_ids:
-        runner.cache.kv(source).rows[64:] = torch.nan  # entries that nobody has written
+        spoil(runner.cache.kv(source).rows[64:])  # entries that nobody has written
     outcome = []
     for dirty in (False, True):
         seq = open_sequence(runner, mode, 60)
@@ -146,7 +151,7 @@ def test_a_page_shows_its_last_owner() -> None:
     """Index keys are read page by page: the unwritten end of a sequence's last page must not win a place."""
     runner = load_runner("tiny-a", "fp32")
     outcome = []
-    for left in (0.0, torch.nan, torch.inf):
+    for left in (0, 0xFF, 0x7E):  # nothing, NaN, the largest values
         for source in runner.config.kv_source_layer_ids:
             for pool in (runner.cache.kv(source), runner.cache.index_keys(source)):
                 pool.rows[runner.cache.page_tokens :] = left
@@ -304,13 +309,13 @@ def small(**settings: object) -> ModelRunner:
 def test_memory_is_overcommitted() -> None:
     runner = small()
     usage = runner.usage()
-    assert usage.kv_bytes_per_token == 2 * (64 + 32) * 4  # two ratio-2 sources and one of ratio 1, float32
+    assert usage.kv_bytes_per_token == 2 * (36 + 17)  # two ratio-2 sources and one of ratio 1, packed
     assert runner.fits(runner.max_model_len, DecoderReplay.EXACT)
     assert not runner.fits(runner.max_model_len + 1, DecoderReplay.OFF)
-    first, second = runner.open(DecoderReplay.BOUNDED), runner.open(DecoderReplay.EXACT)
+    first, second = runner.open_alone(DecoderReplay.BOUNDED, 0), runner.open_alone(DecoderReplay.EXACT, 0)
     assert first is not None
     assert second is not None
-    assert runner.open(DecoderReplay.OFF) is None
+    assert runner.open_alone(DecoderReplay.OFF, 0) is None
     assert not runner.reserve(second, usage.pages_total * 16)
     assert runner.reserve(second, 160)
     assert runner.usage().pages_used == 10

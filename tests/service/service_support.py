@@ -21,7 +21,7 @@ from cedar.engine.admission import ModelFacts
 from cedar.engine.engine import Engine
 from cedar.engine.loop import EngineThread
 from cedar.engine.request import DecoderReplay, GenerationRequest, SamplingParams
-from cedar.engine.work import MemoryUsage, StepResult, StepWork
+from cedar.engine.work import MemoryUsage, Prompt, StepResult, StepWork
 from cedar.errors import CedarError
 from cedar.service.client import EngineClient
 from cedar.service.life import Presence
@@ -56,35 +56,47 @@ def until(condition: Callable[[], bool], what: str) -> None:
 @dataclass(eq=False)
 class Memory:
     num_computed: int = 0
+    num_cached: int = 0
+    num_replayed: int = 0
     last: int = 0
 
 
 class GatedRunner:
-    """Steps run freely while `gate` is set. ``pause_s``: at least so long a step."""
+    """Steps run freely while `gate` is set. ``pause_s``: at least so long a step. What a closed sequence computed stays
+    cached, for nobody."""
 
     def __init__(self, pause_s: float = 0.0) -> None:
-        self.vocab_size, self.max_model_len = VOCAB, 1 << 20
+        self.vocab_size, self.max_model_len, self.page_tokens = VOCAB, 1 << 20, 16
         self.gate = threading.Event()
         self.gate.set()
         self.pause_s = pause_s
         self.open_memories: list[Memory] = []
+        self.tokens_cached = 0
 
-    def open(self, decoder_replay: DecoderReplay) -> Memory:
+    def open(self, prompt: Prompt, num_tokens: int) -> Memory:
         self.open_memories.append(memory := Memory())
         return memory
+
+    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
+        return False
 
     def reserve(self, seq: Memory, num_tokens: int) -> bool:
         return True
 
-    def close(self, seq: Memory) -> None:
+    def close(self, seq: Memory, *, forget: bool = False) -> None:
         self.open_memories.remove(seq)
+        self.tokens_cached += 0 if forget else seq.num_computed
+
+    def clear_cache(self) -> int:
+        dropped, self.tokens_cached = self.tokens_cached, 0
+        return dropped
 
     def fits(self, num_tokens: int, decoder_replay: DecoderReplay) -> bool:
         return True
 
     def usage(self) -> MemoryUsage:
         held = len(self.open_memories)
-        return MemoryUsage(1000, held, 1000, held, held, 7.0)
+        return MemoryUsage(1000, held, 1000, held, held, 7.0, bytes_cached=self.tokens_cached)
 
     def step(self, work: StepWork) -> StepResult:
         assert self.gate.wait(PATIENCE_S), "the test left the gate closed"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -45,6 +46,48 @@ def test_cache_clear_finds_no_engine_or_the_wrong_one(engine: ServiceThread, mon
     assert runner.invoke(cache.app, ["clear", "--server", str(os.getpid())]).output == "0 tokens dropped\n"
     monkeypatch.setenv("CEDAR_ENGINE_ADDRESS", engine.address)
     assert runner.invoke(cache.app, ["clear"]).output == "0 tokens dropped\n"
+
+
+def test_cache_clear_tells_of_tokens_that_it_did_not_drop(engine: ServiceThread) -> None:
+    client, stream, runner = EngineClient(engine.address), Stream(), CliRunner()
+    client.attach(encode(client, request("r", (5, 6, 7), max_tokens=4)), stream.on_tokens)
+    stream.end()
+    assert engine.runner.tokens_cached == 6  # the last token is never computed
+    assert runner.invoke(cache.app, ["clear"]).output == "6 tokens dropped\n"
+    assert engine.runner.tokens_cached == 0
+    assert runner.invoke(cache.app, ["clear"]).output == "0 tokens dropped\n"
+    client.close()
+
+
+def test_cache_clear_of_an_engine_that_failed_claims_success(engine: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise RuntimeError("lost device")
+
+    monkeypatch.setattr(engine.runner, "clear_cache", fails)
+    error = CliRunner().invoke(cache.app, ["clear"]).exception
+    assert isinstance(error, CedarError)
+    assert "lost device" in error.message
+
+
+def test_cache_stats_tell_other_numbers_than_the_engine(engine: ServiceThread) -> None:
+    client, stream, runner = EngineClient(engine.address), Stream(), CliRunner()
+    client.attach(encode(client, request("r", (5, 6, 7), max_tokens=4)), stream.on_tokens)
+    stream.end()
+    encode(client, request("held", (5, 6)))
+    found = json.loads(runner.invoke(cache.app, ["stats", "--json"]).output)
+    assert found == {
+        "kv_bytes_total": 1000,
+        "kv_bytes_used": 1,
+        "kv_bytes_cached": 6,
+        "pages_total": 1000,
+        "pages_used": 1,
+        "sequences": 1,
+        "prefix_cache_queries": 5,
+        "prefix_cache_hits": 0,
+        "replayed_tokens": 0,
+    }
+    assert "0 of 5 prompt tokens (0.0%)" in runner.invoke(cache.app, ["stats"]).output
+    client.close()
 
 
 def test_drain_claims_success_while_requests_run(engine: ServiceThread, capsys: pytest.CaptureFixture[str]) -> None:

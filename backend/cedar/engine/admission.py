@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cedar.config.engine import EngineConfig
 from cedar.config.model import ModelConfig
 from cedar.engine.replay import boundary_rows
-from cedar.engine.request import DEFAULT_MAX_TOKENS, DecoderReplay, GenerationRequest
+from cedar.engine.request import DEFAULT_MAX_TOKENS, DecoderReplay, EncoderReplay, GenerationRequest
 from cedar.engine.work import Runner
 from cedar.errors import invalid
 
@@ -47,6 +47,7 @@ class Admission:
     def __init__(self, runner: Runner, config: EngineConfig, facts: ModelFacts) -> None:
         self._runner = runner
         self._facts = facts
+        self._encoder_replay = EncoderReplay(config.encoder_replay_mode)
         self._decoder_replay = DecoderReplay(config.decoder_replay_mode)
         self._default_timeout_ms = config.default_timeout_ms
 
@@ -55,6 +56,12 @@ class Admission:
         if request.sampling.prompt_logprobs is not None:
             return DecoderReplay.OFF
         return request.decoder_replay or self._decoder_replay
+
+    def encoder_replay(self, request: GenerationRequest) -> EncoderReplay:
+        """Prompt log-probabilities are those of a full run, and so is what follows; else the request's mode, else the setting."""
+        if request.sampling.prompt_logprobs is not None:
+            return EncoderReplay.OFF
+        return request.encoder_replay or self._encoder_replay
 
     def end_ids(self, request: GenerationRequest) -> frozenset[int]:
         """Ids that end the generation. ``ignore_eos`` drops the end of sentence alone, not ``stop_token_ids``."""

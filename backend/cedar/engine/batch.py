@@ -27,15 +27,16 @@ from cedar.model.transformer import Boundary
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive new tokens of one sequence: a prefill chunk or a decode."""
+    """Consecutive new tokens of one sequence: a prefill chunk or a decode. snapshots: see `Segment`."""
 
     seq: ModelSequence
     token_ids: Sequence[int]
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def segment(self) -> Segment:
         seq = self.seq
-        return Segment(seq.blocks, seq.num_computed, len(self.token_ids), seq.replay_start, seq.write_floor)
+        return Segment(seq.blocks, seq.num_computed, len(self.token_ids), seq.replay_start, seq.write_floor, self.snapshots)
 
 
 @dataclass(frozen=True)

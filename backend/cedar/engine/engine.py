@@ -145,6 +145,10 @@ class Engine:
         self._end(live, FinishReason.CANCELLED)
         return True
 
+    def clear_cache(self) -> int:
+        """Forget what is cached for later prompts. Returns the tokens forgotten; running requests keep what they use."""
+        return self._runner.clear_cache()
+
     def drain(self) -> None:
         """Refuse new requests from now on; those inside go on."""
         self._draining = True
@@ -265,6 +269,7 @@ class Engine:
                 self._recorder.count(Metric.PROMPT_TOKENS, seq.num_prompt_tokens)
                 self._recorder.count(Metric.PREFIX_QUERIES, seq.num_prompt_tokens)
                 self._recorder.count(Metric.PREFIX_HITS, seq.num_cached_tokens)
+                self._recorder.count(Metric.REPLAYED_TOKENS, seq.num_replayed_tokens)
         if done:
             seq.encoded(now_ns, self._lease_ns)
 
@@ -336,7 +341,9 @@ class Engine:
             self._serial,
             request,
             max_tokens=max_tokens,
+            encoder_replay=self._admission.encoder_replay(request),
             decoder_replay=self._admission.decoder_replay(request),
+            page_tokens=self._runner.page_tokens,
             end_ids=self._admission.end_ids(request),
             arrival_ns=arrival,
             deadline_ns=deadline,
@@ -351,6 +358,7 @@ class Engine:
                 seq.handle,
                 num_input_tokens=seq.num_prompt_tokens,
                 cached_tokens=seq.num_cached_tokens,
+                replayed_tokens=seq.num_replayed_tokens,
                 num_output_tokens=seq.num_output_tokens,
             )
             self._updates[seq.handle] = update

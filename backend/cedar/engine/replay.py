@@ -90,6 +90,12 @@ class EncodedSequence:
             kept = min(new.shape[0], buffer.shape[0])
             buffer.index_copy_(0, self._rows(buffer, end - kept, end), new[new.shape[0] - kept :])
 
+    def seed(self, start: int, records: Tensor) -> None:
+        """Window records of positions [start, start + rows) from before the first `append`: a restored window."""
+        self._buffers = self._buffers or self._allocate()
+        if self._buffers[2].shape[0]:
+            self._buffers[2].index_copy_(0, self._rows(self._buffers[2], start, start + records.shape[0]), records)
+
     def first_kept(self, end: int, floor: int) -> int:
         """The first row that the decoder half runs on when positions [floor, end) were encoded."""
         return max(floor, end - self.sizes.rows[self.mode], 0)

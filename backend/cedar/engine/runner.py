@@ -10,21 +10,21 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cedar.cache.records import CacheFormats, FloatRecords
-from cedar.cache.store import CacheSizes, KVCache
+from cedar.cache.store import KVCache
 from cedar.config.engine import EngineConfig
 from cedar.config.model import ModelConfig
 from cedar.engine.batch import BatchBuilder, Chunk, EncoderBatch
+from cedar.engine.budget import cache_formats, plan_cache
 from cedar.engine.device import CpuThreads, free_memory, resolve_device, resolve_dtype
+from cedar.engine.hits import PrefixHits, SnapshotTask
 from cedar.engine.memory import ModelSequence
 from cedar.engine.replay import EncodedSequence, SeamSizes
 from cedar.engine.request import DecoderReplay
-from cedar.engine.work import DecodeWork, MemoryUsage, PrefillWork, SequenceMemory, StepResult, StepWork, TailWork
+from cedar.engine.work import DecodeWork, MemoryUsage, PrefillWork, Prompt, SequenceMemory, StepResult, StepWork, TailWork
 from cedar.errors import invalid
 from cedar.model.checkpoint import load_weights
 from cedar.model.embedded import embedded_model_dir
 from cedar.model.engram import EngramHasher, TokenMap
-from cedar.model.quantize import fq4n, fq4x, fq8
 from cedar.model.transformer import Boundary, Transformer
 
 Progress = Callable[[int, int, str], None]
@@ -45,16 +45,19 @@ class ModelRunner:
         threads: CpuThreads,
         *,
         max_model_len: int,
+        prefix_cache: bool = True,
     ) -> None:
         self.config = model.config
         self.vocab_size = model.config.vocab_size
         self.max_model_len = max_model_len
         self.model = model
         self.cache = cache
+        self.page_tokens = cache.page_tokens
         self._device = device
         self._threads = threads
         self._batches = BatchBuilder(model.config, hasher, cache.tables, device)
         self._seam = SeamSizes.of(model.config, model.dtype, cache.window(model.config.cut).record)
+        self._hits = PrefixHits(cache, model.config.sliding_window, self._seam.rows, enabled=prefix_cache)
 
     @classmethod
     def load(cls, settings: EngineConfig, progress: Progress | None = None) -> ModelRunner:
@@ -81,35 +84,48 @@ class ModelRunner:
         load_weights(model, directory, progress)
         model.eval()
         formats = cache_formats(config, dtype, fake_quant=settings.fake_quant)
-        seam = SeamSizes.of(config, dtype, formats.window)
-        sizes = CacheSizes.plan(
-            config,
-            formats,
-            budget_bytes=settings.kv_cache_bytes or int(free_memory(device) * settings.kv_cache_share),
-            max_sequences=settings.max_num_seqs,
-            page_tokens=settings.page_tokens,
-            seam_bytes=seam.bytes(DecoderReplay(settings.decoder_replay_mode)),
-            largest_seam_bytes=max(map(seam.bytes, DecoderReplay)),
-        )
+        budget = settings.kv_cache_bytes or int(free_memory(device) * settings.kv_cache_share)
+        sizes = plan_cache(config, formats, settings, dtype, budget)
         cache = KVCache(config, formats, sizes, device)
-        return cls(model, hasher, cache, device, threads, max_model_len=max_model_len)
+        return cls(model, hasher, cache, device, threads, max_model_len=max_model_len, prefix_cache=settings.prefix_cache)
 
-    def open(self, decoder_replay: DecoderReplay) -> ModelSequence | None:
+    def open(self, prompt: Prompt, num_tokens: int) -> ModelSequence | None:
         """See `Runner.open`."""
-        blocks = self.cache.open(self._seam.bytes(decoder_replay))
+        hit = self._hits.find(prompt)
+        seq = self._open(prompt.decoder_replay, num_tokens, prompt, hit.pages)
+        if seq is not None:
+            self._hits.begin(seq, prompt, hit)
+        return seq
+
+    def open_alone(self, decoder_replay: DecoderReplay, num_tokens: int) -> ModelSequence | None:
+        """As `open`, for a sequence that finds nothing and leaves nothing behind (`cedar score`)."""
+        return self._open(decoder_replay, num_tokens, None, [])
+
+    def _open(
+        self, decoder_replay: DecoderReplay, num_tokens: int, prompt: Prompt | None, shared: list[int]
+    ) -> ModelSequence | None:
+        blocks = self.cache.open(self._seam.bytes(decoder_replay), shared, num_tokens)
         if blocks is None:
             return None
-        return ModelSequence(blocks, EncodedSequence(self._seam, decoder_replay, self._device), self._batches.lookback)
+        return ModelSequence(blocks, EncodedSequence(self._seam, decoder_replay, self._device), self._batches.lookback, prompt)
+
+    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
+        """See `Runner.gains`."""
+        return self._hits.gains(prompt, num_tokens)
 
     def reserve(self, seq: SequenceMemory, num_tokens: int) -> bool:
         """See `Runner.reserve`."""
         return self.cache.reserve(_own(seq).blocks, num_tokens)
 
-    def close(self, seq: SequenceMemory) -> None:
+    def close(self, seq: SequenceMemory, *, forget: bool = False) -> None:
         """See `Runner.close`. Legal in every state of the sequence."""
         own = _own(seq)
-        self.cache.close(own.blocks)
+        self.cache.close(own.blocks, forget=forget)
         own.seam.release()
+
+    def clear_cache(self) -> int:
+        """See `Runner.clear_cache`."""
+        return self.cache.clear()
 
     def fits(self, num_tokens: int, decoder_replay: DecoderReplay) -> bool:
         """See `Runner.fits`."""
@@ -124,7 +140,8 @@ class ModelRunner:
             pages_total=sizes.num_pages,
             pages_used=cache.pages_used,
             sequences=cache.sequences,
-            kv_bytes_per_token=sizes.page_bytes / sizes.page_tokens,
+            kv_bytes_per_token=cache.kv_bytes_per_token,
+            bytes_cached=cache.bytes_cached,
         )
 
     def begin_replay(self, seq: SequenceMemory, hit: int, prefix_ids: Sequence[int]) -> int:
@@ -140,7 +157,7 @@ class ModelRunner:
                 f"begin_replay: needs a sequence before its last chunk and {hit} prefix ids, got {len(prefix_ids)}"
             )
         start = max(0, hit - self.config.sliding_window)
-        own.rewind(start, prefix_ids, hit if start else 0)
+        own.replay(start, hit if start else 0, prefix_ids)
         return start
 
     def step(self, work: StepWork) -> StepResult:
@@ -165,8 +182,18 @@ class ModelRunner:
         return first, logits
 
     def _step(self, work: StepWork, tail_rows: int | None) -> StepResult:
-        chunks = [Chunk(_own(item.seq), item.token_ids) for item in work.prefills]
-        chunks += [Chunk(_own(item.seq), (item.token_id,)) for item in work.decodes]
+        parts: list[tuple[ModelSequence, Sequence[int]]] = [(_own(item.seq), item.token_ids) for item in work.prefills]
+        parts += [(_own(item.seq), (item.token_id,)) for item in work.decodes]
+        tasks = [task for seq, ids in parts for task in self._hits.tasks(seq, seq.num_computed + len(ids))]
+        try:
+            result = self._run(work, [_chunk(seq, ids, tasks) for seq, ids in parts], tail_rows)
+        except BaseException:
+            self._hits.drop(tasks)
+            raise
+        self._hits.publish([seq for seq, _ in parts], tasks)
+        return result
+
+    def _run(self, work: StepWork, chunks: list[Chunk], tail_rows: int | None) -> StepResult:
         encoded = self._encode(chunks) if chunks else None
         if encoded is not None:
             self._keep_boundary(work.prefills, *encoded)
@@ -237,13 +264,8 @@ class ModelRunner:
         return StepResult(parts[0] if asked else None, dict(zip(prompt, parts[1:], strict=True)))
 
 
-def cache_formats(config: ModelConfig, dtype: torch.dtype, *, fake_quant: bool) -> CacheFormats:
-    """Records that keep compute-dtype values after the release's cache quantisers (fake_quant off: unquantised)."""
-    return CacheFormats(
-        window=FloatRecords(config.head_dim, dtype, fq8 if fake_quant else None),
-        kv=FloatRecords(config.head_dim, dtype, fq4n if fake_quant else None),
-        index_key=FloatRecords(config.index_head_dim, dtype, fq4x if fake_quant else None),
-    )
+def _chunk(seq: ModelSequence, token_ids: Sequence[int], tasks: Sequence[SnapshotTask]) -> Chunk:
+    return Chunk(seq, token_ids, tuple((task.position, task.slot) for task in tasks if task.seq is seq))
 
 
 def _own(seq: SequenceMemory) -> ModelSequence:

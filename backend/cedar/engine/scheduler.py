@@ -17,7 +17,8 @@ many short prompts there are, so it always keeps at least about a quarter of the
 
 Memory: a prompt gets all of its pages when it is opened, so only decodes can run out. Then the last in rank is preempted (its
 tokens are encoded again later). A sequence only ever takes memory from those after it in rank, and the first in rank always
-advances; therefore everything ends. Nobody overtakes the head of the waiting queue, therefore nobody starves there.
+advances; therefore everything ends. Nobody overtakes the head of the waiting queue, therefore nobody starves there; except
+while the head waits to share a beginning that a sequence before it in rank is encoding.
 """
 
 from __future__ import annotations
@@ -100,11 +101,11 @@ class Scheduler:
         _insert(self.waiting, seq)
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        """Finish a sequence in any state and close its memory."""
+        """Finish a sequence in any state and close its memory. One that went wrong leaves nothing behind for others to find."""
         (self.open if seq.has_memory else self.waiting).remove(seq)
         memory = seq.finish(reason)
         if memory is not None:
-            self._runner.close(memory)
+            self._runner.close(memory, forget=reason is FinishReason.ERROR)
 
     def schedule(self, now_ns: int) -> StepPlan:
         """Plan the next step: preempts and opens as needed. The plan must be run, or its sequences ended."""
@@ -151,23 +152,42 @@ class Scheduler:
                 _insert(self.waiting, victim)
 
     def _open_waiting(self, plan: StepPlan) -> None:
-        while self.waiting and self.free_seats > 0:
-            if not self._open(self.waiting[0]):
-                if not self.open:
-                    plan.stuck.append(self.waiting[0])
+        for seq in list(self.waiting):
+            if self.free_seats <= 0:
                 return
-            _insert(self.open, self.waiting.pop(0))
+            if self._should_share(seq):
+                continue
+            if not self._open(seq):
+                if not self.open:
+                    plan.stuck.append(seq)
+                return
+            self.waiting.remove(seq)
+            _insert(self.open, seq)
 
     def _open(self, seq: Sequence) -> bool:
         """Memory for all tokens and the next one; without the next one, a sequence would often be preempted at once."""
-        memory = self._runner.open(seq.decoder_replay)
-        if memory is None:
-            return False
-        if not self._runner.reserve(memory, min(seq.num_tokens + 1, seq.max_positions)):
-            self._runner.close(memory)
-            return False
-        seq.start(memory)
-        return True
+        memory = self._runner.open(seq.prompt, min(seq.num_tokens + 1, seq.max_positions))
+        if memory is not None:
+            seq.start(memory)
+        return memory is not None
+
+    def _should_share(self, seq: Sequence) -> bool:
+        """Is one before it in rank encoding the same beginning? Then it waits until that can be found.
+
+        Those before it in rank advance whatever happens, so it waits for what they have in common and no longer.
+        """
+        if seq.leader is not None:  # known from an earlier step
+            other, common = seq.leader
+            if other.state is SequenceState.ENCODING and other.num_encoded < common:
+                return True
+            seq.leader = None
+        for other in self.open:
+            if other.state is SequenceState.ENCODING and other.rank < seq.rank and other.prompt.serves(seq.prompt):
+                common = seq.chain.common_pages(other.chain) * seq.chain.page_tokens
+                if common > other.num_encoded and self._runner.gains(seq.prompt, common):
+                    seq.leader = other, common
+                    return True
+        return False
 
     # the parts of a plan
 

@@ -33,10 +33,8 @@ def score(
     Raises `CedarError` for input that cannot be scored.
     """
     _validate(runner, token_ids, chunk_size, prefix_hit)
-    seq = runner.open(decoder_replay)
-    if seq is None or not runner.reserve(seq, len(token_ids)):
-        if seq is not None:
-            runner.close(seq)
+    seq = runner.open_alone(decoder_replay, len(token_ids))
+    if seq is None:
         allowed = f"what kv_cache_bytes ({runner.usage().bytes_total}) holds; set CEDAR_KV_CACHE_BYTES"
         raise invalid(
             "--input-ids", f"{len(token_ids)} tokens with decoder replay {decoder_replay} do not fit the cache", allowed

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from cedar.engine.request import DecoderReplay, FinishReason, GenerationRequest
+from cedar.cache.prefix import TokenChain
+from cedar.engine.request import DecoderReplay, EncoderReplay, FinishReason, GenerationRequest
 from cedar.engine.updates import Timing, TokenLogprobs
-from cedar.engine.work import SequenceMemory
+from cedar.engine.work import Prompt, SequenceMemory
 
 
 class SequenceState(Enum):
@@ -52,7 +53,9 @@ class Sequence:
         request: GenerationRequest,
         *,
         max_tokens: int,
+        encoder_replay: EncoderReplay,
         decoder_replay: DecoderReplay,
+        page_tokens: int,
         end_ids: frozenset[int],
         arrival_ns: int,
         deadline_ns: int | None,
@@ -60,6 +63,7 @@ class Sequence:
         self.handle = handle
         self.request = request
         self.max_tokens = max_tokens
+        self.encoder_replay = encoder_replay
         self.decoder_replay = decoder_replay
         self.end_ids = end_ids
         self.deadline_ns = deadline_ns
@@ -71,9 +75,15 @@ class Sequence:
         self.ids = list(request.input_ids)
         """Prompt, then output."""
         self.num_prompt_tokens = len(self.ids)
+        self.chain = TokenChain(self.ids, request.cache_salt, page_tokens)
+        """Names of the pages that the tokens fill."""
         self.num_cached_tokens = 0
+        """Of the prompt, what the first encoding found; ``num_replayed_tokens``: of these, what it ran again."""
+        self.num_replayed_tokens = 0
         self.encode_start = 0
         """Where the current encoding began: what a prefix hit left to do."""
+        self.leader: tuple[Sequence, int] | None = None
+        """While it waits to share the first tokens of another, that one and how many."""
         self.attached = False
         self.announced = False
         """The caller was told that the prompt is encoded."""
@@ -118,6 +128,11 @@ class Sequence:
         return self.num_tokens - self.num_encoded
 
     @property
+    def prompt(self) -> Prompt:
+        """What memory has to be opened for."""
+        return Prompt(self.chain, self.encoder_replay, self.decoder_replay, reuse=not self.wants_prompt_logits)
+
+    @property
     def wants_prompt_logits(self) -> bool:
         """Prompt log-probabilities were asked for and have not been sent."""
         return self.request.sampling.prompt_logprobs is not None and self.first_token_ns is None
@@ -133,7 +148,7 @@ class Sequence:
         """Memory was found: WAITING or PREEMPTED -> ENCODING."""
         self.encode_start = memory.num_computed
         if self.state is SequenceState.WAITING:
-            self.num_cached_tokens = self.encode_start
+            self.num_cached_tokens, self.num_replayed_tokens = memory.num_cached, memory.num_replayed
         self._to(SequenceState.ENCODING)
         self.memory = memory
 

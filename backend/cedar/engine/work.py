@@ -12,17 +12,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from cedar.engine.request import DecoderReplay
+from cedar.cache.prefix import TokenChain
+from cedar.engine.request import DecoderReplay, EncoderReplay
 
 if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What `Runner.open` needs to know of a sequence.
+
+    chain: its tokens, prompt and output so far, and the names of their pages. reuse: False: every row must be computed
+    (prompt log-probabilities), so nothing cached is used; its own pages are published all the same.
+    """
+
+    chain: TokenChain
+    encoder_replay: EncoderReplay
+    decoder_replay: DecoderReplay
+    reuse: bool = True
+
+    def serves(self, other: Prompt) -> bool:
+        """Can ``other`` use what this one leaves behind? Without encoder-side replay it needs snapshots, which only sequences
+        in that mode take; for decoder-side replay OFF, snapshots of all layers.
+        """
+        if other.encoder_replay is EncoderReplay.BOUNDED:
+            return True
+        all_layers = self.decoder_replay is DecoderReplay.OFF
+        return self.encoder_replay is EncoderReplay.OFF and (all_layers or other.decoder_replay is not DecoderReplay.OFF)
+
+
 class SequenceMemory(Protocol):
-    """A sequence's private memory (rings, block table, boundary rows): made by `Runner.open`, opaque to the engine."""
+    """A sequence's memory (rings, pages, boundary rows): made by `Runner.open`, opaque to the engine."""
 
     num_computed: int
     """Positions whose encoder work is done; the next chunk must start here."""
+    num_cached: int
+    """H: tokens at the beginning whose compressed entries were found."""
+
+    @property
+    def num_replayed(self) -> int:
+        """Of these, how many are run again to rebuild windows: H - R."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +120,8 @@ class MemoryUsage:
     pages_used: int
     sequences: int
     kv_bytes_per_token: float
+    bytes_cached: int = 0
+    """Held by nobody, findable, and given up when somebody needs memory; no part of ``bytes_used``."""
 
 
 class Runner(Protocol):
@@ -97,15 +129,25 @@ class Runner(Protocol):
 
     vocab_size: int
     max_model_len: int
+    page_tokens: int
 
-    def open(self, decoder_replay: DecoderReplay) -> SequenceMemory | None:
-        """Private memory for one sequence (rings, boundary rows), charged to the budget; None when there is no room."""
+    def open(self, prompt: Prompt, num_tokens: int) -> SequenceMemory | None:
+        """Memory for one sequence: rings, boundary rows, and pages for positions [0, num_tokens), shared where they are cached.
+
+        All is charged to the budget. None, and nothing changed, when there is no room.
+        """
+
+    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
+        """Would ``prompt`` find clearly more than now once its first ``num_tokens`` tokens were computed for somebody else?"""
 
     def reserve(self, seq: SequenceMemory, num_tokens: int) -> bool:
         """Make sure that positions [0, num_tokens) have pages. False (and nothing changed) when there is no room."""
 
-    def close(self, seq: SequenceMemory) -> None:
-        """Give back everything ``seq`` holds. Exactly once per `open`."""
+    def close(self, seq: SequenceMemory, *, forget: bool = False) -> None:
+        """Give back everything ``seq`` holds. Exactly once per `open`. forget: nobody may find any of its pages again."""
+
+    def clear_cache(self) -> int:
+        """Forget everything cached for later sequences. Returns the tokens forgotten; open sequences keep what they use."""
 
     def fits(self, num_tokens: int, decoder_replay: DecoderReplay) -> bool:
         """Could one sequence of this length run if it were alone? False: refuse the request at the door."""

@@ -294,7 +294,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 response.num_running, response.num_waiting = stats.num_running, stats.num_waiting
                 response.kv_bytes_used, response.kv_bytes_total = usage.bytes_used, usage.bytes_total
                 response.pages_used, response.pages_total = usage.pages_used, usage.pages_total
-                response.sequences_held = usage.sequences
+                response.sequences_held, response.kv_bytes_cached = usage.sequences, usage.bytes_cached
             return response
 
     async def _fresh_stats(self) -> EngineStats | None:
@@ -315,8 +315,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
         async with self._call(context):
-            self._engine()
-            return pb.ClearCacheResponse()  # no prefix outlives its sequence, so there is nothing to drop
+            dropped = await _settled(self._engine().call(lambda engine: engine.clear_cache()))
+            return pb.ClearCacheResponse(tokens_dropped=dropped)
 
 
 async def _settled(future: Future[T]) -> T:
