@@ -27,7 +27,8 @@ serve: $(STAMP) ## tritonserver with the engine, in the foreground: MODEL=dir HT
 test: $(STAMP) ## every test that needs no GPU, fast ones first: TEST_ARGS="tests/cache -x"
 	VENV="$(VENV)" bash scripts/test.sh $(TEST_ARGS)
 
-bench: $(STAMP) ## time to first token and tokens/s of a streamed completion, measured through Triton
+bench: $(STAMP) ## what replay and prefix hits save, in the engine; then streamed completions, measured through Triton
+	$(BIN)/cedar bench --replay --output build/perf/replay_cpu.json
 	$(BIN)/cedar bench --output build/perf/cpu_bench.json
 
 lint: $(STAMP) ## ruff and mypy

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of perf/README.md, made from the committed results: ``python perf/tables.py`` writes them, ``--check`` compares.
 
-A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``, FILE being a name in perf/results.
+A table stands between ``<!-- table: FILE -->`` and ``<!-- end -->``, FILE being a name in perf/results. A result by replay mode
+also gets a plot beside its file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 PERF = Path(__file__).resolve().parent
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
-_HEADINGS = (
+Rows = list[tuple[str, ...]]
+_LOAD = (
     "concurrency",
     "requests",
     "TTFT ms, p50 / p90 / p99",
@@ -23,24 +25,75 @@ _HEADINGS = (
     "tokens/s",
     "tokens in / out",
 )
+_REPLAY = (
+    *("replay", "prefix", "TTFT ms, median (min to max)", "of cold, off"),
+    *("rows x layers, of full", "cached tokens", "replayed tokens"),
+)
 
 
 def markdown(result: dict[str, Any]) -> str:
     """One result file as a table and the line that says where it comes from."""
     machine = result["machine"]
     where = ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["gpus"]])
-    rows = [f"| {' | '.join(_HEADINGS)} |", f"|{'---:|' * len(_HEADINGS)}"]
-    for level in result["levels"]:
+    headings, rows = _replay_rows(result["cases"]) if "cases" in result else _load_rows(result["levels"])
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    table = [f"| {' | '.join(headings)} |", f"|{'---:|' * len(headings)}", *lines]
+    return f"{result['date'][:10]}, {where}: `{result['command']}`\n\n" + "\n".join(table) + "\n"
+
+
+def _load_rows(levels: list[dict[str, Any]]) -> tuple[tuple[str, ...], Rows]:
+    rows: Rows = []
+    for level in levels:
         latencies = (_percentiles(level[key]) for key in ("ttft_ms", "inter_token_latency_ms", "request_latency_ms"))
-        cells = (
-            str(level["concurrency"]),
-            str(level["requests"]),
-            *latencies,
-            f"{level['output_tokens_per_s']:.1f}",
-            f"{level['input_tokens']} / {level['output_tokens']}",
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return f"{result['date'][:10]}, {where}: `{result['command']}`\n\n" + "\n".join(rows) + "\n"
+        counts = (str(level["concurrency"]), str(level["requests"]))
+        totals = (f"{level['output_tokens_per_s']:.1f}", f"{level['input_tokens']} / {level['output_tokens']}")
+        rows.append((*counts, *latencies, *totals))
+    return _LOAD, rows
+
+
+def _replay_rows(cases: list[dict[str, Any]]) -> tuple[tuple[str, ...], Rows]:
+    rows: Rows = []
+    for case in cases:
+        ttft, share = case["ttft_ms"], case["ttft_ms"]["p50"] / _full_ms(cases)
+        spread = f"{ttft['p50']:.1f} ({ttft['min']:.1f} to {ttft['max']:.1f})"
+        counts = (f"{case['full_work_percent']:.2f}%", f"{case['cached_tokens']:,}", str(case["replayed_tokens"]))
+        rows.append((case["replay"], case["prefix"], spread, f"{share:.1%}", *counts))
+    return _REPLAY, rows
+
+
+def _full_ms(cases: list[dict[str, Any]]) -> float:
+    """Median time of the full work: cold, all replay off."""
+    (full,) = (case["ttft_ms"]["p50"] for case in cases if (case["replay"], case["prefix"]) == ("off", "cold"))
+    return float(full)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """One PNG: first-token time and work by replay mode, cold and on a hit, over those of a cold run without replay."""
+    from matplotlib.figure import Figure
+
+    cases = result["cases"]
+    modes = list(dict.fromkeys(case["replay"] for case in cases))
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axis, prefix in zip(figure.subplots(1, 2, sharey=True), ("cold", "hit"), strict=True):
+        shown = [case for case in cases if case["prefix"] == prefix]
+        series = {
+            "rows x layers": [case["full_work_percent"] for case in shown],
+            "time to first token": [100 * case["ttft_ms"]["p50"] / _full_ms(cases) for case in shown],
+        }
+        for offset, (label, values) in zip((0.2, -0.2), series.items(), strict=True):
+            bars = axis.barh([number + offset for number in range(len(modes))], values, 0.38, label=label)
+            axis.bar_label(bars, fmt="%.1f%%", padding=2, fontsize=8)
+        axis.set_title(f"{prefix} prompt" if prefix == "cold" else f"prefix hit of {shown[0]['cached_tokens']:,} tokens")
+        axis.set_yticks(range(len(modes)), modes)
+        axis.margins(x=0.15)
+        axis.set_xlabel("% of a cold prompt with replay off")
+        axis.grid(axis="x", alpha=0.3)
+    axis.invert_yaxis()
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    settings = result["settings"]
+    what = f"{settings['prompt_tokens']:,}-token prompt, model {settings['model']}, {settings['device']}"
+    figure.suptitle(f"Work and time to first token by replay: {what}", fontsize=10)
+    figure.savefig(path, dpi=120, metadata={"Software": ""})
 
 
 def rendered(text: str) -> str:
@@ -63,6 +116,11 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         return int(rendered(text) != text)
     readme.write_text(rendered(text))
+    for _, name, _ in _BLOCK.findall(text):
+        file = PERF / "results" / name
+        result = json.loads(file.read_text())
+        if "cases" in result:
+            plot(result, file.with_suffix(".png"))
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cedar bench`: time to first token and tokens/s of streamed completions, measured through Triton."""
+"""`cedar bench`: streamed completions measured through Triton; or, in the engine alone, time to first token by replay mode."""
 
 from __future__ import annotations
 
@@ -18,19 +18,82 @@ from cedar.errors import invalid
 
 def command(
     url: Annotated[str, typer.Option(help="gRPC address of a running server; empty: start one for the measurement")] = "",
-    model: Annotated[str, typer.Option(help="checkpoint of the server that is started; empty: the embedded model")] = "",
-    max_tokens: Annotated[int, typer.Option(help="tokens per completion", min=2)] = 64,
-    runs: Annotated[int, typer.Option(help="completions per client", min=1)] = 8,
-    concurrency: Annotated[str, typer.Option(help="numbers of clients, each with its own connection")] = "1,8",
+    model: Annotated[
+        str, typer.Option(help="checkpoint; empty: the embedded model, with --replay a random one of preset small")
+    ] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="tokens per completion (64)", min=2)] = None,
+    runs: Annotated[int | None, typer.Option(help="completions per client (8); with --replay: of each kind (5)", min=1)] = None,
+    concurrency: Annotated[str | None, typer.Option(help="numbers of clients, each with its own connection (1,8)")] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="no server: first tokens by replay mode, cold and on a hit")] = False,
+    prompt_tokens: Annotated[int | None, typer.Option(help="with --replay: length of the prompt (4096)")] = None,
     output: Annotated[Path | None, typer.Option(help="write the result as JSON; none: only the table")] = None,
 ) -> None:
-    """Measure time to first token and tokens/s of streamed completions."""
+    """Measure time to first token and tokens/s of streamed completions, or (--replay) what bounded replay saves."""
     from cedar.bench import facts
-    from cedar.bench.local import local_server
     from cedar.bench.screen import report_console
 
-    levels = _levels(concurrency)
     console = report_console()
+    if replay:
+        _refuse(
+            {"--url": url or None, "--concurrency": concurrency, "--max-tokens": max_tokens}, "is given together with --replay"
+        )
+        result = _replay(model, 4096 if prompt_tokens is None else prompt_tokens, runs or 5, console)
+    else:
+        _refuse({"--prompt-tokens": prompt_tokens}, "is given without --replay")
+        result = _streams(
+            url, model, _levels("1,8" if concurrency is None else concurrency), runs or 8, max_tokens or 64, console
+        )
+    if output is not None:
+        facts.write(output, result)
+        console.print(f"result: {output}")
+
+
+def _refuse(options: dict[str, Any], problem: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise invalid(name, problem, "options of one measurement")
+
+
+def _replay(model: str, prompt_tokens: int, runs: int, console: Console) -> dict[str, Any]:
+    from cedar.bench import facts
+    from cedar.bench.replay import MODES, measure
+    from cedar.bench.screen import progress
+
+    result = facts.header("time to first token in the engine, by replay mode")
+    with progress(console) as bars:
+        task = bars.add_task(f"{prompt_tokens} tokens, cold and on a hit", total=runs * len(MODES))
+        result["settings"], result["cases"] = measure(model, prompt_tokens, runs, partial(bars.advance, task))
+    console.print(_replay_table(result))
+    return result
+
+
+def _replay_table(result: dict[str, Any]) -> Table:
+    settings, cases = result["settings"], result["cases"]
+    model = f"{settings['model']} ({settings['layers']} layers, window {settings['sliding_window']}) on {settings['device']}"
+    prompt = f"a prompt of {settings['prompt_tokens']:,} tokens, on a hit {settings['shared_tokens']:,} of them known"
+    table = Table(title=f"First token, {model}\n{prompt}; median (min to max) of {settings['runs']}")
+    for heading in ("replay", "prefix", "TTFT, ms", "of cold, off", "rows x layers", "of full", "cached", "replayed"):
+        table.add_column(heading, justify="left" if heading in ("replay", "prefix") else "right", no_wrap=True)
+    (full,) = (case["ttft_ms"]["p50"] for case in cases if (case["replay"], case["prefix"]) == ("off", "cold"))
+    for case in cases:
+        table.add_row(
+            case["replay"],
+            case["prefix"],
+            _spread(case["ttft_ms"]),
+            f"{case['ttft_ms']['p50'] / full:.1%}",
+            f"{case['rows_x_layers']:,}",
+            f"{case['full_work_percent']:.2f}%",
+            f"{case['cached_tokens']:,}",
+            str(case["replayed_tokens"]),
+            end_section=case["prefix"] == "hit",
+        )
+    return table
+
+
+def _streams(url: str, model: str, levels: list[int], runs: int, max_tokens: int, console: Console) -> dict[str, Any]:
+    from cedar.bench import facts
+    from cedar.bench.local import local_server
+
     result = facts.header("streamed completions through Triton")
     result["settings"] = {"max_tokens": max_tokens, "runs_per_client": runs, "model": model or "embedded"}
     with ExitStack() as stack:
@@ -43,9 +106,7 @@ def command(
         with client_errors(url):
             result["levels"] = _measure(url, levels, runs, max_tokens, console)
     console.print(_table(result["levels"]))
-    if output is not None:
-        facts.write(output, result)
-        console.print(f"result: {output}")
+    return result
 
 
 def _measure(url: str, levels: list[int], runs: int, max_tokens: int, console: Console) -> list[dict[str, Any]]:

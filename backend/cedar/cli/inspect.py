@@ -30,14 +30,27 @@ NUMERICS = {
 def command(
     directory: Annotated[Path | None, typer.Argument(help="Checkpoint directory.")] = None,
     preset_name: Annotated[str, typer.Option("--preset", help=f"A configuration without weights: {' | '.join(PRESETS)}")] = "",
+    kv: Annotated[bool, typer.Option("--kv", help="The caches of a sequence instead, by allocating them.")] = False,
+    tokens: Annotated[int | None, typer.Option(help="With --kv: length of the sequence (32768, or the longest).")] = None,
+    kv_cache_bytes: Annotated[int | None, typer.Option(help="With --kv: a KV budget; tells what it buys.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
-    """Tell what a checkpoint is: configuration, layer schedule, bytes by part, KV bytes per token, completeness."""
+    """Tell what a checkpoint is: configuration, layer schedule, bytes by part, KV bytes per token, completeness.
+
+    With --kv: what a sequence takes in the caches, as allocated, and what a budget buys.
+    """
     from cedar.config.model import ModelConfig
 
     if (directory is None) == (not preset_name):
         raise invalid("DIRECTORY", "give a checkpoint directory or --preset", "one of the two")
     config = ModelConfig.from_dict(preset(preset_name)) if directory is None else ModelConfig.load(directory)
+    name = str(directory or preset_name)
+    if kv:
+        _show_kv(name, config, tokens, kv_cache_bytes, as_json)
+        return
+    for option, value in (("--tokens", tokens), ("--kv-cache-bytes", kv_cache_bytes)):
+        if value is not None:
+            raise invalid(option, "is given without --kv", "both or none")
     report = describe(config)
     failure: CedarError | None = None
     if directory is None:
@@ -48,11 +61,19 @@ def command(
         except CedarError as error:
             failure = error
             report["check"] = {"complete": False, "problems": error.message.splitlines()[1:]}
-    name = str(directory or preset_name)
     with quiet_pipe():
         write(json.dumps({"name": name, **report}) + "\n" if as_json else _tables(name, report))
     if failure is not None:
         raise failure
+
+
+def _show_kv(name: str, config: ModelConfig, tokens: int | None, kv_cache_bytes: int | None, as_json: bool) -> None:
+    from cedar.cli.inspect_kv import describe_kv, tables_kv
+    from cedar.config.engine import EngineConfig
+
+    report = describe_kv(config, EngineConfig.load({"kv_cache_bytes": kv_cache_bytes}), tokens)
+    with quiet_pipe():
+        write(json.dumps({"name": name, **report}) + "\n" if as_json else tables_kv(name, report))
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
@@ -111,7 +132,7 @@ def _print(console: Console, name: str, report: Mapping[str, Any]) -> None:
     config = report["config"]
     console.print(f"[bold]{name}[/]", highlight=False)
     rows = {key: value for key, value in config.items() if not isinstance(value, dict | tuple)}
-    console.print(_pairs("Configuration", rows))
+    console.print(pairs("Configuration", rows))
     schedule = Table(title=f"Layer schedule (encoder 0-{report['cut'] - 1}, decoder from {report['cut']})")
     for heading in ("layers", "ratio", "mode", "KV of", "selection of", ""):
         schedule.add_column(heading)
@@ -122,11 +143,11 @@ def _print(console: Console, name: str, report: Mapping[str, Any]) -> None:
     length = config["max_position_embeddings"]
     memory = {
         "global KV per token": f"{report['kv_bytes_per_token']:g} B",
-        f"global KV of {length:,} tokens": _bytes(round(report["kv_bytes_per_token"] * length)),
-        f"windows per sequence ({config['sliding_window']} tokens a layer)": _bytes(report["window_bytes_per_sequence"]),
+        f"global KV of {length:,} tokens": size_text(round(report["kv_bytes_per_token"] * length)),
+        f"windows per sequence ({config['sliding_window']} tokens a layer)": size_text(report["window_bytes_per_sequence"]),
     }
-    console.print(_pairs("Memory of a sequence (packed caches)", memory))
-    console.print(_pairs("Numerics", report["numerics"]))
+    console.print(pairs("Memory of a sequence (packed caches)", memory))
+    console.print(pairs("Numerics", report["numerics"]))
     console.print(_verdict(report["check"]), highlight=False)
 
 
@@ -136,16 +157,17 @@ def _parts(parts: Mapping[str, Mapping[str, int]], check: Mapping[str, Any]) -> 
     for heading in ("part", "tensors", "bytes"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
     for part, size in parts.items():
-        table.add_row(part, f"{size['tensors']:,}", _bytes(size["bytes"]))
+        table.add_row(part, f"{size['tensors']:,}", size_text(size["bytes"]))
     tensors, size_of_all = (sum(size[key] for size in parts.values()) for key in ("tensors", "bytes"))
-    table.add_row("all of these", f"{tensors:,}", _bytes(size_of_all), style="bold")
+    table.add_row("all of these", f"{tensors:,}", size_text(size_of_all), style="bold")
     if check.get("tensors", tensors) != tensors:
         table.add_row("vision tower, not served", f"{check['tensors'] - tensors:,}", "not counted")
         table.add_row("a complete checkpoint", f"{check['tensors']:,}", "", style="bold")
     return table
 
 
-def _pairs(title: str, rows: Mapping[str, Any]) -> Table:
+def pairs(title: str, rows: Mapping[str, Any]) -> Table:
+    """Names and values without a heading."""
     table = Table(title=title, show_header=False)
     for key, value in rows.items():
         table.add_row(key, str(value))
@@ -174,10 +196,11 @@ def _verdict(check: Mapping[str, Any]) -> str:
     if not check["complete"]:
         return "[bold red]Not a complete checkpoint.[/]"
     skipped = "".join(f"; {part} {size['tensors']:,} tensors, not served" for part, size in check["skipped"].items())
-    return f"[bold green]Complete[/]: {check['text_tensors']:,} text tensors, {_bytes(check['text_bytes'])}{skipped}."
+    return f"[bold green]Complete[/]: {check['text_tensors']:,} text tensors, {size_text(check['text_bytes'])}{skipped}."
 
 
-def _bytes(size: int) -> str:
+def size_text(size: int) -> str:
+    """Bytes in decimal units."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:,.2f} {unit}"
