@@ -97,6 +97,11 @@ def test_records_packed_on_a_gpu_are_other_bytes(record: RecordFormat, dtype: to
     assert torch.equal(pools[1].load(rows.cuda()).cpu(), packed)
 
 
+def entries(runner: ModelRunner, seq: ModelSequence, source: int) -> torch.Tensor:
+    pool = runner.cache.kv(source)
+    return pool.load(stored_rows(runner, seq, source, 256).to(pool.rows.device))
+
+
 def check_hit(
     runner: ModelRunner, name: str, form: str, encoder: EncoderReplay, decoder: DecoderReplay, size: int | None
 ) -> None:
@@ -111,7 +116,7 @@ def check_hit(
             assert (seq.num_cached, seq.num_replayed) == ((256, 0) if fits else (0, 0))
         else:
             assert (seq.num_cached, seq.num_replayed) == (256, window)
-        before = {source: runner.cache.kv(source).load(stored_rows(runner, seq, source, 256)) for source in (2, 4)}
+        before = {source: entries(runner, seq, source) for source in (2, 4)}
         hit = seq.num_cached
         rows = prefill(runner, seq, ids, size)
         logits = tail(runner, seq) if rows is None else rows[-1]
@@ -119,7 +124,7 @@ def check_hit(
             tail(runner, seq)
         if hit:
             for source, records in before.items():
-                assert torch.equal(records, runner.cache.kv(source).load(stored_rows(runner, seq, source, 256)))
+                assert torch.equal(records, entries(runner, seq, source))
         assert np.abs(logits - golden["logits_last2"][-1]).max() <= 2e-3
         decoded = []
         for token in golden["decode_ids"].tolist():
