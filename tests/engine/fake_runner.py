@@ -103,7 +103,10 @@ class FakeRunner:
         self.memories.append(memory)
         return memory
 
-    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
+    def gains(self, seq: FakeMemory, prompt: Prompt, num_tokens: int) -> bool:
+        return False
+
+    def finds_more(self, seq: FakeMemory, prompt: Prompt) -> bool:
         return False
 
     def clear_cache(self) -> int:

@@ -52,7 +52,7 @@ def test_a_sequence_that_waits_for_memory_allocates_boundary_rows() -> None:
     runner = load_runner("tiny-a", "fp32")
     seq = open_sequence(runner, DecoderReplay.EXACT, 1)
     assert held_bytes(seq.seam) == 0
-    assert seq.blocks.charged_bytes == runner._seam.bytes(DecoderReplay.EXACT) > 0
+    assert seq.blocks.charged_bytes == runner._seam.bytes(DecoderReplay.EXACT, 1) > 0
     runner.close(seq)
 
 

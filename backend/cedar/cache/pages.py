@@ -43,6 +43,8 @@ class PagePool:
         self._pages: dict[PageName, list[int]] = {}
         """Of each name the pages in use, the one to be found first; or one idle page."""
         self._names: dict[int, PageName] = {}
+        self._following: dict[Digest, set[PageName]] = {}
+        """Of a digest, the known names of pages that continue it."""
         self._on_forget = on_forget
 
     @property
@@ -109,6 +111,7 @@ class PagePool:
         same = self._pages.setdefault(name, [])
         same.append(page)
         self._names[page] = name
+        self._following.setdefault(name.before, set()).add(name)
         if same[0] in self._idle:
             del self._idle[same[0]]
             self._drop(same[0])
@@ -139,15 +142,17 @@ class PagePool:
 
     def forget(self, pages: Iterable[int]) -> None:
         """Forget the names of these pages and all that continue one: they were computed from what must not be read again."""
-        following: dict[Digest, list[Digest]] = {}
-        for name in self._pages:
-            following.setdefault(name.before, []).append(name.digest)
         lost = [self._names[page].digest for page in pages if page in self._names]
-        for digest in lost:  # which grows on the way
-            lost.extend(following.pop(digest, ()))
-        forgotten = set(lost)
-        for name in [name for name in self._pages if name.digest in forgotten]:
-            self._forget(name)
+        seen: set[Digest] = set()
+        while lost:
+            digest = lost.pop()
+            if digest in seen:
+                continue
+            seen.add(digest)
+            lost.extend(name.digest for name in self._following.get(digest, ()))
+            for name in (PageName(digest, True), PageName(digest, False)):
+                if name in self._pages:
+                    self._forget(self._names[self._pages[name][0]])
 
     def clear(self) -> int:
         """Forget every name; idle pages become free. Returns how many names there were."""
@@ -162,6 +167,10 @@ class PagePool:
             if page in self._idle:
                 del self._idle[page]
                 self._free.append(page)
+        following = self._following[name.before]
+        following.discard(name)
+        if not following:
+            del self._following[name.before]
         self._on_forget(name)
 
     def _drop(self, page: int) -> None:

@@ -170,7 +170,8 @@ class RecordView:
     @cached_property
     def _decoded(self) -> Tensor | None:
         """The whole pool decoded, when that is less work than decoding whatever each row looks up."""
-        return self.pool.record.decode(self.pool.rows) if self.pool.rows.shape[0] <= self.index.numel() else None
+        whole = len(self.pool.record.planes) == 1 and self.pool.rows.shape[0] <= self.index.numel()
+        return self.pool.record.decode(self.pool.rows) if whole else None
 
     def values(self, start: int, stop: int) -> Tensor:
         """Keys of rows [start, stop): float32 [stop - start, n, dim]."""

@@ -55,8 +55,12 @@ class SlotPool:
         self._release(slot)
         self._free.append(slot)
 
-    def keep(self, digest: Digest, snapshot: Snapshot) -> None:
-        """A slot that was taken holds this snapshot now. It replaces one of the same name unless it knows fewer layers."""
+    def keep(self, digest: Digest, snapshot: Snapshot, *, likely: bool = True) -> None:
+        """A slot that was taken holds this snapshot now. It replaces one of the same name unless it knows fewer layers.
+
+        likely: a prompt that continues this one would use it. Others are the first to give way until they are used, so a
+        long prompt or answer, which passes many positions, takes no more than the unused room.
+        """
         known = self._snapshots.get(digest)
         if known is not None and known.all_layers >= snapshot.all_layers:
             self.give_back(snapshot.slot)
@@ -64,6 +68,8 @@ class SlotPool:
         self._release(snapshot.slot)
         self.forget(digest)
         self._snapshots[digest] = snapshot
+        if not likely:
+            self._snapshots.move_to_end(digest, last=False)
 
     def find(self, digest: Digest, *, all_layers: bool) -> Snapshot | None:
         """The snapshot of a name, which counts as a use of it."""

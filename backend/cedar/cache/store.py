@@ -343,10 +343,10 @@ class KVCache:
             return None
         return self._slots.take()
 
-    def keep_snapshot(self, digest: Digest, snapshot: Snapshot) -> None:
-        """The rings of a `snapshot_slot` are written. It lives as long as an exact page of that name."""
+    def keep_snapshot(self, digest: Digest, snapshot: Snapshot, *, likely: bool = True) -> None:
+        """The rings of a `snapshot_slot` are written. It lives as long as an exact page of its name (likely: `SlotPool.keep`)."""
         if self._pages.is_known(PageName(digest, True)):
-            self._slots.keep(digest, snapshot)
+            self._slots.keep(digest, snapshot, likely=likely)
         else:
             self._slots.give_back(snapshot.slot)
 

@@ -75,6 +75,7 @@ class Engine:
         self._clock = clock or Clock()
         self._facts = facts
         self._max_waiting = config.max_waiting
+        self._prefix_cache = config.prefix_cache
         self._lease_ns = config.lease_ms * 1_000_000
         self._admission = Admission(runner, config, facts)
         self._scheduler = Scheduler(
@@ -207,9 +208,11 @@ class Engine:
         now = self._clock.monotonic_ns()
         self._expire(now)
         plan = self._scheduler.schedule(now)
-        self._stalled = plan.empty and not plan.preempted
+        self._stalled = plan.empty and not plan.preempted and not plan.failed
         if plan.preempted:
             self._recorder.count(Metric.PREEMPTIONS, len(plan.preempted))
+        for seq, error in plan.failed:
+            self._end(self._live[seq.handle], FinishReason.ERROR, _internal(seq, f"no memory was made for it ({error})"))
         for seq in plan.stuck:
             self._end(self._live[seq.handle], FinishReason.ERROR, _internal(seq, "it does not fit in the empty kv budget"))
         if not plan.empty:
@@ -232,6 +235,7 @@ class Engine:
         for seq, _ in plan.prefills:
             if seq.first_scheduled_ns is None:
                 seq.first_scheduled_ns = start_ns
+            self._count_hit(seq)
         starts = [seq.num_encoded for seq, _ in plan.prefills]
         result = self._runner.step(plan.work())
         for index, ((seq, count), start) in enumerate(zip(plan.prefills, starts, strict=True)):
@@ -267,11 +271,18 @@ class Engine:
             if done:
                 seq.announced = True
                 self._recorder.count(Metric.PROMPT_TOKENS, seq.num_prompt_tokens)
-                self._recorder.count(Metric.PREFIX_QUERIES, seq.num_prompt_tokens)
-                self._recorder.count(Metric.PREFIX_HITS, seq.num_cached_tokens)
-                self._recorder.count(Metric.REPLAYED_TOKENS, seq.num_replayed_tokens)
         if done:
             seq.encoded(now_ns, self._lease_ns)
+
+    def _count_hit(self, seq: Sequence) -> None:
+        """Once per encoding, those after a preemption included: what was looked up, found, and run again."""
+        if seq.hit_counted or seq.memory is None:
+            return
+        seq.hit_counted = True
+        if self._prefix_cache and not seq.wants_prompt_logits:
+            self._recorder.count(Metric.PREFIX_QUERIES, seq.num_tokens)
+            self._recorder.count(Metric.PREFIX_HITS, seq.memory.num_cached)
+            self._recorder.count(Metric.REPLAYED_TOKENS, seq.memory.num_replayed)
 
     def _sampled(self, live: _Live, sample: Sampled | None, now_ns: int) -> None:
         seq = live.seq
@@ -372,7 +383,7 @@ class Engine:
         usage = self._runner.usage()
         self._recorder.gauge(Metric.RUNNING, len(self._scheduler.open))
         self._recorder.gauge(Metric.WAITING, len(self._scheduler.waiting))
-        self._recorder.gauge(Metric.KV_USAGE, usage.bytes_used / usage.bytes_total if usage.bytes_total else 0.0)
+        self._recorder.gauge(Metric.KV_USAGE, usage.pages_used / usage.pages_total if usage.pages_total else 0.0)
         self._recorder.gauge(Metric.KV_BYTES_PER_TOKEN, usage.kv_bytes_per_token)
 
 

@@ -7,8 +7,8 @@ is the window of every layer; encoder-side replay decides how (V4.1 report, boun
 * BOUNDED: the last W tokens of the hit are run again from R = H - W with no window key below R. Cached are global pages
   alone. A hit of at most W tokens would save nothing and is dropped.
 * OFF: the hit ends where a snapshot of the rings is, and nothing is run again. Snapshots are taken every `SNAPSHOT_TOKENS`
-  tokens and at a prompt's last aligned position, of sequences in this mode. Rows that the decoder half will run on are
-  not in a snapshot: the hit leaves that many rows, so the result is that of a cold run.
+  tokens and at the last positions of a prompt that it, or one that continues it, can end a hit at, of sequences in this mode.
+  Rows that the decoder half will run on are not in a snapshot: the hit leaves that many rows, so the result is a cold run's.
 """
 
 from __future__ import annotations
@@ -67,20 +67,19 @@ class PrefixHits:
         pages, snapshot = self._cache.match_snapshot(prompt.chain, self._longest(prompt), all_layers=all_layers)
         return Hit(len(pages) * self._page, pages, snapshot)
 
-    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
-        """Would a hit of ``num_tokens`` save clearly more rows, at least W, than the one that is there now?"""
+    def gains(self, seq: ModelSequence, prompt: Prompt, num_tokens: int) -> bool:
+        """Would a hit of ``num_tokens`` save clearly more rows, at least W, than what ``seq`` has found?"""
         if not (self._enabled and prompt.reuse):
             return False
         bounded = prompt.encoder_replay is EncoderReplay.BOUNDED
         usable = min(num_tokens, self._longest(prompt)) // self._page * self._page
-        usable -= 0 if bounded else usable % self._interval
-        known = max(self.find(prompt).tokens, self._window if bounded else 0)
-        return usable - known >= self._window
+        return usable - max(seq.num_cached, self._window if bounded else 0) >= self._window
 
     def begin(self, seq: ModelSequence, prompt: Prompt, hit: Hit) -> None:
         """Bring a sequence that was just opened with ``hit.pages`` to where its first chunk starts."""
         ids = prompt.chain.token_ids
-        seq.last_snapshot = (len(ids) - 1) // self._page * self._page
+        longest = (len(ids) - 1, self._longest(prompt))
+        seq.last_snapshots = frozenset(tokens // self._page * self._page for tokens in longest)
         if hit.snapshot is not None:
             self._cache.restore(seq.blocks, hit.snapshot)
             self._seed(seq, hit.tokens)
@@ -89,16 +88,15 @@ class PrefixHits:
             seq.replay(hit.tokens - self._window, hit.tokens, ids)
 
     def tasks(self, seq: ModelSequence, end: int) -> list[SnapshotTask]:
-        """Slots for the snapshots that fall into positions (num_computed, end], as far as there is room."""
+        """Slots for the snapshots that fall into positions (num_computed, end], as far as there is room: the last ones first."""
         prompt = seq.prompt
         if not self._enabled or prompt is None or prompt.encoder_replay is EncoderReplay.BOUNDED:
             return []
         first = seq.num_computed // self._interval + 1
         positions = {number * self._interval for number in range(first, end // self._interval + 1)}
-        if seq.num_computed < seq.last_snapshot <= end:
-            positions.add(seq.last_snapshot)
+        positions |= {position for position in seq.last_snapshots if seq.num_computed < position <= end}
         found = []
-        for position in sorted(positions):
+        for position in sorted(positions, reverse=True):
             digest = prompt.chain.digest(position // self._page - 1)
             slot = self._cache.snapshot_slot(digest, all_layers=seq.mode is DecoderReplay.OFF)
             if slot is not None:
@@ -108,12 +106,13 @@ class PrefixHits:
     def publish(self, seqs: Sequence[ModelSequence], tasks: Sequence[SnapshotTask]) -> None:
         """After a step: what it completed can be found from now on."""
         for seq in seqs:
-            if self._enabled and seq.prompt is not None:
+            if self._enabled and seq.prompt is not None and seq.finite:
                 self._cache.publish(seq.blocks, seq.prompt.chain, seq.num_computed, exact=seq.exact)
         for task in tasks:
             assert task.seq.prompt is not None
             digest = task.seq.prompt.chain.digest(task.position // self._page - 1)
-            self._cache.keep_snapshot(digest, Snapshot(task.slot, task.seq.mode is DecoderReplay.OFF))
+            snapshot = Snapshot(task.slot, task.seq.mode is DecoderReplay.OFF)
+            self._cache.keep_snapshot(digest, snapshot, likely=task.position in task.seq.last_snapshots)
 
     def drop(self, tasks: Sequence[SnapshotTask]) -> None:
         """The step failed."""

@@ -21,14 +21,16 @@ class ModelSequence:
     num_computed: positions whose encoder work is done. replay_start: no window key below it exists. write_floor: compressed
     groups that end at or below it came with a prefix hit. ``encoded``: the prompt's last chunk is done, its tail is not.
     ``decoding``: the tail is done. ``prompt``: what it was opened for; None: a sequence that shares nothing (`cedar score`).
-    ``last_snapshot``: where the snapshot of a prompt's end belongs.
+    ``last_snapshots``: where snapshots of a prompt's end belong. ``finite``: so far, all that was encoded is; what is not is
+    never published.
     """
 
     def __init__(self, blocks: SequenceBlocks, seam: EncodedSequence, lookback: int, prompt: Prompt | None = None) -> None:
         self.blocks = blocks
         self.seam = seam
         self.prompt = prompt
-        self.last_snapshot = 0
+        self.last_snapshots: frozenset[int] = frozenset()
+        self.finite = True
         self.num_cached = 0
         self.num_computed = 0
         self.replay_start = 0

@@ -48,16 +48,24 @@ class SeamSizes:
         window, after = config.sliding_window, config.num_hidden_layers - 1 - config.cut
         return cls(boundary_rows(config), window, after, (config.hc_mult, config.hidden_size), dtype, record)
 
-    def record_rows(self, mode: DecoderReplay) -> int:
-        """Window records kept: those of the boundary rows and of the W - 1 positions before the first."""
-        return self.rows[mode] + self.window - 1 if self.rows[mode] else 0
+    def kept_rows(self, mode: DecoderReplay, num_tokens: int | None = None) -> int:
+        """Boundary rows kept of a prompt of ``num_tokens``; None: of one that is long enough."""
+        return self.rows[mode] if num_tokens is None else min(self.rows[mode], num_tokens)
 
-    def bytes(self, mode: DecoderReplay) -> int:
+    def record_rows(self, mode: DecoderReplay, num_tokens: int | None = None) -> int:
+        """Window records kept: those of the boundary rows and of the W - 1 positions before the first."""
+        if not self.rows[mode]:
+            return 0
+        rows = self.rows[mode] + self.window - 1
+        return rows if num_tokens is None else min(rows, num_tokens)
+
+    def bytes(self, mode: DecoderReplay, num_tokens: int | None = None) -> int:
         """What a sequence is charged for from its opening to the end of its first decoder pass."""
         hc, hidden = self.streams
         if not self.rows[mode]:
             return hidden * self.dtype.itemsize
-        return self.rows[mode] * (hc * hidden * self.dtype.itemsize + hc * 4) + self.record_rows(mode) * record_bytes(self.record)
+        rows, records = self.kept_rows(mode, num_tokens), self.record_rows(mode, num_tokens)
+        return rows * (hc * hidden * self.dtype.itemsize + hc * 4) + records * record_bytes(self.record)
 
 
 @dataclass(frozen=True)
@@ -75,9 +83,11 @@ class EncodedSequence:
     """Rolling buffers of one sequence; position p lives in row p % size. Allocated by the first `append`: a sequence may be
     opened and closed again many times before it has memory for its prompt. Gone after `release`."""
 
-    def __init__(self, sizes: SeamSizes, mode: DecoderReplay, device: torch.device) -> None:
+    def __init__(self, sizes: SeamSizes, mode: DecoderReplay, device: torch.device, num_tokens: int | None = None) -> None:
+        """num_tokens: of the prompt, if it is known; a short one needs fewer rows."""
         self.sizes = sizes
         self.mode = mode
+        self._num_tokens = num_tokens
         self.last_hidden: Tensor | None = None
         self._device = device
         self._buffers: tuple[Tensor, ...] = ()
@@ -123,7 +133,8 @@ class EncodedSequence:
         self._buffers = ()
 
     def _allocate(self) -> tuple[Tensor, ...]:
-        sizes, rows, records = self.sizes, self.sizes.rows[self.mode], self.sizes.record_rows(self.mode)
+        sizes = self.sizes
+        rows, records = sizes.kept_rows(self.mode, self._num_tokens), sizes.record_rows(self.mode, self._num_tokens)
         return (
             torch.empty(rows, *sizes.streams, dtype=sizes.dtype, device=self._device),
             torch.empty(rows, sizes.streams[0], device=self._device),

@@ -93,8 +93,13 @@ class ModelRunner:
         """See `Runner.open`."""
         hit = self._hits.find(prompt)
         seq = self._open(prompt.decoder_replay, num_tokens, prompt, hit.pages)
-        if seq is not None:
+        if seq is None:
+            return None
+        try:
             self._hits.begin(seq, prompt, hit)
+        except BaseException:
+            self.close(seq)
+            raise
         return seq
 
     def open_alone(self, decoder_replay: DecoderReplay, num_tokens: int) -> ModelSequence | None:
@@ -104,14 +109,19 @@ class ModelRunner:
     def _open(
         self, decoder_replay: DecoderReplay, num_tokens: int, prompt: Prompt | None, shared: list[int]
     ) -> ModelSequence | None:
-        blocks = self.cache.open(self._seam.bytes(decoder_replay), shared, num_tokens)
+        blocks = self.cache.open(self._seam.bytes(decoder_replay, num_tokens), shared, num_tokens)
         if blocks is None:
             return None
-        return ModelSequence(blocks, EncodedSequence(self._seam, decoder_replay, self._device), self._batches.lookback, prompt)
+        seam = EncodedSequence(self._seam, decoder_replay, self._device, num_tokens)
+        return ModelSequence(blocks, seam, self._batches.lookback, prompt)
 
-    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
+    def gains(self, seq: SequenceMemory, prompt: Prompt, num_tokens: int) -> bool:
         """See `Runner.gains`."""
-        return self._hits.gains(prompt, num_tokens)
+        return self._hits.gains(_own(seq), prompt, num_tokens)
+
+    def finds_more(self, seq: SequenceMemory, prompt: Prompt) -> bool:
+        """See `Runner.finds_more`."""
+        return self._hits.gains(_own(seq), prompt, self._hits.find(prompt).tokens)
 
     def reserve(self, seq: SequenceMemory, num_tokens: int) -> bool:
         """See `Runner.reserve`."""
@@ -129,7 +139,7 @@ class ModelRunner:
 
     def fits(self, num_tokens: int, decoder_replay: DecoderReplay) -> bool:
         """See `Runner.fits`."""
-        return num_tokens <= self.max_model_len and self.cache.fits(num_tokens, self._seam.bytes(decoder_replay))
+        return num_tokens <= self.max_model_len and self.cache.fits(num_tokens, self._seam.bytes(decoder_replay, num_tokens))
 
     def usage(self) -> MemoryUsage:
         """See `Runner.usage`."""
@@ -184,8 +194,10 @@ class ModelRunner:
     def _step(self, work: StepWork, tail_rows: int | None) -> StepResult:
         parts: list[tuple[ModelSequence, Sequence[int]]] = [(_own(item.seq), item.token_ids) for item in work.prefills]
         parts += [(_own(item.seq), (item.token_id,)) for item in work.decodes]
-        tasks = [task for seq, ids in parts for task in self._hits.tasks(seq, seq.num_computed + len(ids))]
+        tasks: list[SnapshotTask] = []
         try:
+            for seq, ids in parts:
+                tasks += self._hits.tasks(seq, seq.num_computed + len(ids))
             result = self._run(work, [_chunk(seq, ids, tasks) for seq, ids in parts], tail_rows)
         except BaseException:
             self._hits.drop(tasks)
@@ -227,6 +239,8 @@ class ModelRunner:
             seq = _own(item.seq)
             if seq.mode is not DecoderReplay.OFF:
                 seq.seam.append(item.start, boundary.streams[span], boundary.pre[span], boundary.window.staged[span])
+            # what is not finite stays in the streams, so the last of them tell of all that was stored
+            seq.finite = seq.finite and bool(torch.isfinite(boundary.streams[span]).all())
 
     def _logits(
         self,

@@ -17,21 +17,32 @@ many short prompts there are, so it always keeps at least about a quarter of the
 
 Memory: a prompt gets all of its pages when it is opened, so only decodes can run out. Then the last in rank is preempted (its
 tokens are encoded again later). A sequence only ever takes memory from those after it in rank, and the first in rank always
-advances; therefore everything ends. Nobody overtakes the head of the waiting queue, therefore nobody starves there; except
-while the head waits to share a beginning that a sequence before it in rank is encoding.
+advances; therefore everything ends. Nobody overtakes the head of the waiting queue, therefore nobody starves there.
+
+Prompts that come together with one new beginning encode it once: a long prompt of which nothing is encoded gets no rows in a step
+that encodes its beginning for another, and looks for pages again when its turn comes. Its rows go to that other one, so it does
+not wait longer than it would have to work.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cedar.engine.request import DecoderReplay, FinishReason
 from cedar.engine.sequence import Sequence, SequenceState
 from cedar.engine.work import DecodeWork, PrefillWork, Runner, SequenceMemory, StepWork, TailWork
 
+log = logging.getLogger(__name__)
+
 ATTACH_GRACE_NS = 50_000_000
 """How long after `ready` an attach counts as on its way (it is a message through two processes)."""
+
+MAX_LOOKUPS = 32
+"""Sequences that look for pages again in one plan: of a crowd, about as many as can go on in one step."""
 
 
 @dataclass
@@ -46,6 +57,8 @@ class StepPlan:
     bulk_rows: int = 0
     """Of these, chunks of prompts that stand back for short ones."""
     preempted: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """No memory could be made for them: not for want of room, something broke."""
     stuck: list[Sequence] = field(default_factory=list)
     """Alone and still without room, though the runner said that they would fit."""
 
@@ -78,6 +91,8 @@ class Scheduler:
         self._tail_rows = {DecoderReplay.BOUNDED: window, DecoderReplay.EXACT: halo, DecoderReplay.OFF: 1}
         self._short = max_num_batched_tokens // 4
         self._bulk_due_ns = 0
+        self._may_fit = True
+        """Something has changed since the head of the queue did not fit."""
         self._step = 0
         self.waiting: list[Sequence] = []
         """Without memory (WAITING, PREEMPTED), in order of rank."""
@@ -99,10 +114,12 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         _insert(self.waiting, seq)
+        self._may_fit = True
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         """Finish a sequence in any state and close its memory. One that went wrong leaves nothing behind for others to find."""
         (self.open if seq.has_memory else self.waiting).remove(seq)
+        self._may_fit = True
         memory = seq.finish(reason)
         if memory is not None:
             self._runner.close(memory, forget=reason is FinishReason.ERROR)
@@ -125,6 +142,7 @@ class Scheduler:
         for seq in plan.decodes:
             seq.last_decode_step = self._step
         room = self._budget - len(plan.decodes)
+        self._follow(encoding)
         bulk_is_due = now_ns >= self._bulk_due_ns and not all(map(self._is_short, encoding))
         kept = room // 2 if bulk_is_due else 0
         room = kept + self._plan_tails(plan, tails, room - kept)
@@ -134,6 +152,7 @@ class Scheduler:
 
     def ran(self, plan: StepPlan, start_ns: int, end_ns: int) -> None:
         """The plan was run in that time: bulk stands back for as long as its share of it."""
+        self._may_fit |= bool(plan.prefills or plan.tails)  # there are new pages to share, or boundary rows are gone
         if plan.bulk_rows:
             self._bulk_due_ns = end_ns + (end_ns - start_ns) * plan.bulk_rows // plan.rows
 
@@ -149,45 +168,57 @@ class Scheduler:
                 plan.preempted.append(victim)
                 self.open.remove(victim)
                 self._runner.close(victim.preempt())
+                self._may_fit = True
                 _insert(self.waiting, victim)
 
     def _open_waiting(self, plan: StepPlan) -> None:
-        for seq in list(self.waiting):
-            if self.free_seats <= 0:
+        while self.waiting and self.free_seats > 0 and self._may_fit:
+            seq = self.waiting[0]
+            try:
+                memory = self._open(seq)
+            except Exception as error:
+                log.exception("request_key %s: no memory was made for it", seq.request.key)
+                plan.failed.append((seq, error))
                 return
-            if self._should_share(seq):
-                continue
-            if not self._open(seq):
+            if memory is None:
+                self._may_fit = False
                 if not self.open:
                     plan.stuck.append(seq)
                 return
-            self.waiting.remove(seq)
-            _insert(self.open, seq)
-
-    def _open(self, seq: Sequence) -> bool:
-        """Memory for all tokens and the next one; without the next one, a sequence would often be preempted at once."""
-        memory = self._runner.open(seq.prompt, min(seq.num_tokens + 1, seq.max_positions))
-        if memory is not None:
             seq.start(memory)
-        return memory is not None
+            _insert(self.open, self.waiting.pop(0))
 
-    def _should_share(self, seq: Sequence) -> bool:
-        """Is one before it in rank encoding the same beginning? Then it waits until that can be found.
+    def _open(self, seq: Sequence) -> SequenceMemory | None:
+        """Memory for all tokens and the next one; without the next one, a sequence would often be preempted at once."""
+        return self._runner.open(seq.prompt, min(seq.num_tokens + 1, seq.max_positions))
 
-        Those before it in rank advance whatever happens, so it waits for what they have in common and no longer.
-        """
-        if seq.leader is not None:  # known from an earlier step
-            other, common = seq.leader
-            if other.state is SequenceState.ENCODING and other.num_encoded < common:
+    def _look_again(self, seq: Sequence) -> None:
+        """Nothing of ``seq`` was encoded since it was opened, and others may have published its beginning meanwhile."""
+        if self._runner.finds_more(_memory(seq), seq.prompt):
+            self._runner.close(seq.release())
+            memory = self._open(seq)
+            assert memory is not None, "it needs less than what it has just given back"
+            seq.reopened(memory)
+
+    def _should_yield(self, seq: Sequence, chunks: Iterable[Sequence]) -> bool:
+        """Does one that gets rows in this step encode the beginning of ``seq``, which it can find when that is done?"""
+        for other in chunks:
+            if seq.leader is not None and seq.leader[0] is other:
+                return other.num_encoded < seq.leader[1]
+            if not other.prompt.serves(seq.prompt):
+                continue
+            common = seq.chain.common_pages(other.chain) * seq.chain.page_tokens
+            if common > other.num_encoded and self._runner.gains(_memory(seq), seq.prompt, common):
+                seq.leader = other, common
                 return True
-            seq.leader = None
-        for other in self.open:
-            if other.state is SequenceState.ENCODING and other.rank < seq.rank and other.prompt.serves(seq.prompt):
-                common = seq.chain.common_pages(other.chain) * seq.chain.page_tokens
-                if common > other.num_encoded and self._runner.gains(seq.prompt, common):
-                    seq.leader = other, common
-                    return True
         return False
+
+    def _follow(self, encoding: list[Sequence]) -> None:
+        """Those that yielded to one that has encoded what they have in common, or is gone, look for it."""
+        yielded = (seq for seq in encoding if seq.untouched and seq.leader is not None and not _leads(*seq.leader))
+        for seq in islice(yielded, MAX_LOOKUPS):
+            seq.leader = None
+            self._look_again(seq)
 
     # the parts of a plan
 
@@ -213,11 +244,30 @@ class Scheduler:
             if urgent and now_ns < self._bulk_due_ns:
                 self.held_until_ns = min(self._bulk_due_ns, attach_ns)
             else:
-                shares = _shares(bulk, room)
+                shares = self._shares(bulk, room)
                 chunks |= shares
                 plan.bulk_rows = sum(shares.values())
         plan.prefills = list(chunks.items())
         return room - plan.bulk_rows
+
+    def _shares(self, bulk: list[Sequence], room: int) -> dict[Sequence, int]:
+        """Half of the room to the first in rank, then by (priority, what is left), what remains to the first again."""
+        first = bulk[0]
+        half = (room + 1) // 2
+        nearest = sorted(bulk[1:], key=lambda seq: (seq.request.priority, seq.num_to_encode, seq.rank))
+        shares: dict[Sequence, int] = {}
+        for seq, limit in ((first, half), *((seq, room) for seq in nearest), (first, room)):
+            if room <= 0:
+                break
+            if seq.untouched and seq not in shares:
+                if self._should_yield(seq, shares):
+                    continue
+                self._look_again(seq)
+            count = min(limit, room, seq.num_to_encode - shares.get(seq, 0))
+            if count > 0:
+                shares[seq] = shares.get(seq, 0) + count
+                room -= count
+        return shares
 
     def _is_short(self, seq: Sequence) -> bool:
         return seq.num_tokens - seq.encode_start <= self._short
@@ -232,18 +282,8 @@ class Scheduler:
         return max(grace, default=now_ns)
 
 
-def _shares(bulk: list[Sequence], room: int) -> dict[Sequence, int]:
-    """Half of the room to the first in rank, then by (priority, what is left), what remains to the first again."""
-    first = bulk[0]
-    half = (room + 1) // 2
-    nearest = sorted(bulk[1:], key=lambda seq: (seq.request.priority, seq.num_to_encode, seq.rank))
-    shares: dict[Sequence, int] = {}
-    for seq, limit in ((first, half), *((seq, room) for seq in nearest), (first, room)):
-        count = min(limit, room, seq.num_to_encode - shares.get(seq, 0))
-        if count > 0:
-            shares[seq] = shares.get(seq, 0) + count
-            room -= count
-    return shares
+def _leads(leader: Sequence, common: int) -> bool:
+    return leader.state is SequenceState.ENCODING and leader.num_encoded < common
 
 
 def _chunk(seq: Sequence, count: int) -> PrefillWork:

@@ -83,7 +83,9 @@ class Sequence:
         self.encode_start = 0
         """Where the current encoding began: what a prefix hit left to do."""
         self.leader: tuple[Sequence, int] | None = None
-        """While it waits to share the first tokens of another, that one and how many."""
+        """Whom an `untouched` sequence yields to, and how many first tokens they have in common."""
+        self.hit_counted = False
+        """The metrics know of the current encoding's hit."""
         self.attached = False
         self.announced = False
         """The caller was told that the prompt is encoded."""
@@ -138,6 +140,11 @@ class Sequence:
         return self.request.sampling.prompt_logprobs is not None and self.first_token_ns is None
 
     @property
+    def untouched(self) -> bool:
+        """Opened, and nothing was encoded since."""
+        return self.state is SequenceState.ENCODING and self.num_encoded == self.encode_start
+
+    @property
     def has_memory(self) -> bool:
         """True from `start` to `preempt` or `finish`."""
         return self.memory is not None
@@ -146,11 +153,22 @@ class Sequence:
 
     def start(self, memory: SequenceMemory) -> None:
         """Memory was found: WAITING or PREEMPTED -> ENCODING."""
-        self.encode_start = memory.num_computed
-        if self.state is SequenceState.WAITING:
-            self.num_cached_tokens, self.num_replayed_tokens = memory.num_cached, memory.num_replayed
         self._to(SequenceState.ENCODING)
+        self.reopened(memory)
+
+    def release(self) -> SequenceMemory:
+        """An `untouched` sequence is about to be opened again, as more of it can be found now. Returns its memory."""
+        assert self.untouched
+        return self._take_memory()
+
+    def reopened(self, memory: SequenceMemory) -> None:
+        """This is where the encoding begins."""
         self.memory = memory
+        self.leader = None
+        self.encode_start = memory.num_computed
+        self.hit_counted = False
+        if not self.announced:
+            self.num_cached_tokens, self.num_replayed_tokens = memory.num_cached, memory.num_replayed
 
     def encoded(self, now_ns: int, lease_ns: int) -> None:
         """All tokens are encoded: ENCODING -> ENCODED, and on to DECODING if somebody is attached.

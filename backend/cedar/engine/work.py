@@ -137,8 +137,11 @@ class Runner(Protocol):
         All is charged to the budget. None, and nothing changed, when there is no room.
         """
 
-    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
-        """Would ``prompt`` find clearly more than now once its first ``num_tokens`` tokens were computed for somebody else?"""
+    def gains(self, seq: SequenceMemory, prompt: Prompt, num_tokens: int) -> bool:
+        """Would ``seq`` have found clearly more if the first ``num_tokens`` tokens of its ``prompt`` had been computed before?"""
+
+    def finds_more(self, seq: SequenceMemory, prompt: Prompt) -> bool:
+        """Would ``seq``, of which nothing has run, find clearly more now if it was opened again?"""
 
     def reserve(self, seq: SequenceMemory, num_tokens: int) -> bool:
         """Make sure that positions [0, num_tokens) have pages. False (and nothing changed) when there is no room."""
