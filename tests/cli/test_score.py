@@ -124,7 +124,7 @@ def test_bad_input_is_not_named(tmp_path: Path, ids: object, options: list[str],
 
 def test_a_prompt_beyond_the_cache_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load_runner("tiny-a", "fp32_noquant")
-    monkeypatch.setattr(runner.cache, "_free_pages", runner.cache._free_pages[:3])
+    monkeypatch.setattr(runner.cache._pages, "_free", runner.cache._pages._free[:3])
     with pytest.raises(CedarError, match="100 tokens with decoder replay off do not fit the cache"):
         computed(decoder_replay=DecoderReplay.OFF)
     assert runner.usage().sequences == 0

@@ -30,8 +30,8 @@ from cedar.model.make import make_checkpoint
 from cedar.text.tokenizer import load_tokenizer
 
 PRESET = "small"
-NEW_TOKENS = 64
-"""Tokens at the end of a prompt that its prefix hit does not share."""
+NEW_TOKENS = 100
+"""Tokens at the end of a prompt that its prefix hit does not share: no multiple of pages or snapshots, which hits end at."""
 LEAST_PROMPT_TOKENS = 512
 """Short prompts say nothing: each window is a large part of them."""
 MODES = {
