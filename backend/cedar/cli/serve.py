@@ -53,6 +53,7 @@ class Report:
             ("model", status.model or config.model or "embedded tiny model"),
             ("context", f"{status.max_model_len:,} tokens"),
             ("KV budget", f"{status.kv_bytes_total / 2**20:,.0f} MiB"),
+            ("prefix cache", "on" if config.prefix_cache else "off"),
             ("replay", f"encoder {config.encoder_replay_mode}, decoder {config.decoder_replay_mode}"),
             ("HTTP", f"http://{config.host}:{config.http_port}"),
             ("gRPC", f"{config.host}:{config.grpc_port}"),
