@@ -103,7 +103,7 @@ class FakeRunner:
         self.memories.append(memory)
         return memory
 
-    def gains(self, seq: FakeMemory, prompt: Prompt, num_tokens: int) -> bool:
+    def gains(self, leader: FakeMemory, seq: FakeMemory, prompt: Prompt, num_tokens: int) -> bool:
         return False
 
     def finds_more(self, seq: FakeMemory, prompt: Prompt) -> bool:

@@ -217,6 +217,11 @@ class KVCache:
         return self._slots.num_snapshots
 
     @property
+    def spare_slots(self) -> int:
+        """Slots of no open sequence."""
+        return self.sizes.num_slots - self.sequences
+
+    @property
     def bytes_used(self) -> int:
         """What open sequences hold."""
         return self.sequences * self.sizes.slot_bytes + self.pages_used * self.sizes.page_bytes + self._charged_bytes
@@ -336,6 +341,10 @@ class KVCache:
             before = chain.digest(number - 1) if number else b""
             self._pages.publish(blocks.pages[number], PageName(chain.digest(number), exact, before))
             blocks.num_published = number + 1
+
+    def publishes(self, blocks: SequenceBlocks) -> bool:
+        """Can pages that a sequence will fill be found? Not after those before them were forgotten."""
+        return not blocks.num_published or self._pages.is_published(blocks.pages[blocks.num_published - 1])
 
     def snapshot_slot(self, digest: Digest, *, all_layers: bool) -> int | None:
         """A slot for a snapshot under a name; None when there is one already, or no room. `keep_snapshot` or `drop_slot` it."""

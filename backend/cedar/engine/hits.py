@@ -25,6 +25,9 @@ from cedar.engine.work import Prompt
 SNAPSHOT_TOKENS = 256
 """Distance of snapshots, rounded up to whole pages. One takes as much memory as about 3,000 tokens of global pages."""
 
+LEAST_SPARE_SLOTS = 2
+"""With fewer, a snapshot on the way is gone before a sequence that waits for it could use it."""
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -66,6 +69,12 @@ class PrefixHits:
         all_layers = prompt.decoder_replay is DecoderReplay.OFF
         pages, snapshot = self._cache.match_snapshot(prompt.chain, self._longest(prompt), all_layers=all_layers)
         return Hit(len(pages) * self._page, pages, snapshot)
+
+    def promises(self, leader: ModelSequence, prompt: Prompt) -> bool:
+        """Will what ``leader`` encodes be found? Not after its pages were cleared, nor without room for its snapshots."""
+        if prompt.encoder_replay is EncoderReplay.OFF and self._cache.spare_slots < LEAST_SPARE_SLOTS:
+            return False
+        return leader.finite and self._cache.publishes(leader.blocks)
 
     def gains(self, seq: ModelSequence, prompt: Prompt, num_tokens: int) -> bool:
         """Would a hit of ``num_tokens`` save clearly more rows, at least W, than what ``seq`` has found?"""

@@ -115,9 +115,9 @@ class ModelRunner:
         seam = EncodedSequence(self._seam, decoder_replay, self._device, num_tokens)
         return ModelSequence(blocks, seam, self._batches.lookback, prompt)
 
-    def gains(self, seq: SequenceMemory, prompt: Prompt, num_tokens: int) -> bool:
+    def gains(self, leader: SequenceMemory, seq: SequenceMemory, prompt: Prompt, num_tokens: int) -> bool:
         """See `Runner.gains`."""
-        return self._hits.gains(_own(seq), prompt, num_tokens)
+        return self._hits.promises(_own(leader), prompt) and self._hits.gains(_own(seq), prompt, num_tokens)
 
     def finds_more(self, seq: SequenceMemory, prompt: Prompt) -> bool:
         """See `Runner.finds_more`."""

@@ -204,11 +204,12 @@ class Scheduler:
         """Does one that gets rows in this step encode the beginning of ``seq``, which it can find when that is done?"""
         for other in chunks:
             if seq.leader is not None and seq.leader[0] is other:
-                return other.num_encoded < seq.leader[1]
+                common = seq.leader[1]
+                return common > other.num_encoded and self._runner.gains(_memory(other), _memory(seq), seq.prompt, common)
             if not other.prompt.serves(seq.prompt):
                 continue
             common = seq.chain.common_pages(other.chain) * seq.chain.page_tokens
-            if common > other.num_encoded and self._runner.gains(_memory(seq), seq.prompt, common):
+            if common > other.num_encoded and self._runner.gains(_memory(other), _memory(seq), seq.prompt, common):
                 seq.leader = other, common
                 return True
         return False

@@ -137,8 +137,8 @@ class Runner(Protocol):
         All is charged to the budget. None, and nothing changed, when there is no room.
         """
 
-    def gains(self, seq: SequenceMemory, prompt: Prompt, num_tokens: int) -> bool:
-        """Would ``seq`` have found clearly more if the first ``num_tokens`` tokens of its ``prompt`` had been computed before?"""
+    def gains(self, leader: SequenceMemory, seq: SequenceMemory, prompt: Prompt, num_tokens: int) -> bool:
+        """Will ``seq`` find clearly more when ``leader`` has encoded the first ``num_tokens`` tokens, which both have?"""
 
     def finds_more(self, seq: SequenceMemory, prompt: Prompt) -> bool:
         """Would ``seq``, of which nothing has run, find clearly more now if it was opened again?"""
