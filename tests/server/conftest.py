@@ -10,7 +10,7 @@ import pytest
 from cedar_server import Client, Server
 
 HERE = Path(__file__).parent
-TIGHT = ("--max-num-seqs", "2", "--max-waiting", "2", "--max-model-len", "4096", "--kv-cache-bytes", "5500000")
+TIGHT = ("--max-num-seqs", "2", "--max-waiting", "2", "--max-model-len", "4096", "--kv-cache-bytes", "680000")
 """Little of everything: queues and preemptions are close."""
 
 

@@ -117,8 +117,8 @@ def test_cancel_while_preempted(tight: Server) -> None:
     share = tight.status().pages_total // 2 * PAGE_TOKENS
     with tight.client() as first, tight.client() as second:
         before = tight.metric("cedar_preemptions_total")
-        for client in (first, second):
-            client.submit(input_ids=[7] * (share - PAGE_TOKENS), max_tokens=1000, ignore_eos=True)
+        for number, client in enumerate((first, second)):  # with nothing in common: pages would be shared
+            client.submit(input_ids=[7 + number] * (share - PAGE_TOKENS), max_tokens=1000, ignore_eos=True)
         eventually(lambda: held(tight) == (1, 1) and tight.metric("cedar_preemptions_total") > before, 60, "a preemption")
         second.cancel_all()
         eventually(lambda: sum(held(tight)) <= 1, FREED_S, "one request less")

@@ -11,7 +11,7 @@ import pytest
 from cedar_server import Client, Server, eventually
 
 PROMPTS = [f"Once upon a time number {n}" + " and again" * n for n in range(4)]
-TOP_TWO = '{"logprobs": 2}'
+TOP_TWO = '{"logprobs": 2, "cache_salt": "alone"}'  # what follows a prefix hit is another text
 CLEAR_MARGIN = 0.05
 """Below it the greedy choice may depend on rounding, and so on the batch."""
 
@@ -46,7 +46,7 @@ def test_interleaved_streams_mix_their_texts(client: Client) -> None:
     """32 of mixed lengths on one gRPC stream, each against itself alone."""
     requests = [{"text_input": f"{n}: " + "again " * (3 * n % 50), **greedy(6 + 5 * n % 17)} for n in range(32)]
     alone = [client.run(sampling_parameters=TOP_TWO, **request) for request in requests]
-    together = [client.submit(**request) for request in requests]
+    together = [client.submit(sampling_parameters='{"cache_salt": "together"}', **request) for request in requests]
     client.wait(lambda: all(answer.done for answer in together))
     assert [answer.error for answer in together] == [""] * 32
     assert [len(answer.ids) for answer in together] == [request["max_tokens"] for request in requests]

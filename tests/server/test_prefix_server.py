@@ -99,7 +99,9 @@ def test_prompts_that_come_together_compute_their_beginning_more_than_once(clien
     answers = [client.submit(input_ids=beginning + prompt(30, 14 + n), max_tokens=2, ignore_eos=True) for n in range(6)]
     client.wait(lambda: all(answer.done for answer in answers))
     assert [answer.error for answer in answers] == [""] * 6
-    assert sorted(map(found, answers)) == [(0, 0)] + [(576, W)] * 5
+    first, *others = sorted(map(found, answers))
+    assert first == (0, 0)
+    assert set(others) <= {(512, W), (576, W)}  # what the first step computed is found by those that came during it
 
 
 def test_what_was_generated_is_not_found_by_the_next_turn(client: Client) -> None:
