@@ -77,7 +77,10 @@ class GatedRunner:
         self.open_memories.append(memory := Memory())
         return memory
 
-    def gains(self, prompt: Prompt, num_tokens: int) -> bool:
+    def gains(self, leader: Memory, seq: Memory, prompt: Prompt, num_tokens: int) -> bool:
+        return False
+
+    def finds_more(self, seq: Memory, prompt: Prompt) -> bool:
         return False
 
     def reserve(self, seq: Memory, num_tokens: int) -> bool:
