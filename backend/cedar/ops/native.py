@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libcedar_kernels: finding it, loading it, and its operations as ``torch.ops.cedar.<op>``.
+
+The library has a plain C interface (`backend/kernels/include/cedar_kernels.h`), so one binary serves every version of torch.
+Operations write their results into arguments and return nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cedar.ops.abi import KINDS, OPERATIONS, Operation
+
+ABI_VERSION = 1
+LIBRARY = "libcedar_kernels.so"
+UNSUPPORTED = 2
+
+_ROOT = Path(__file__).resolve().parents[3]
+_CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class NativeUnavailable(Exception):
+    """The library cannot be used here; the text says why and what to do."""
+
+
+class NativeUnsupported(Exception):
+    """The library has no body for these arguments."""
+
+
+class Library:
+    """The loaded shared library."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._dll = ctypes.CDLL(str(path))
+            version = self._function("cedar_abi_version", ctypes.c_int64)()
+            info: bytes = self._function("cedar_build_info", ctypes.c_char_p)()
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailable(f"{path} cannot be loaded ({error}); build it again") from error
+        if version != ABI_VERSION:
+            raise NativeUnavailable(f"{path} has ABI version {version}, this Cedar needs {ABI_VERSION}; build it again")
+        self.info = info.decode()
+        self.last_error = self._function("cedar_last_error", ctypes.c_char_p)
+
+    def _function(self, name: str, result: Any, *arguments: Any) -> Any:
+        function = getattr(self._dll, name)
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    def run(self, op: str) -> Any:
+        """``int run(args, stream)`` of an operation."""
+        return self._function(f"cedar_{op}", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+    def workspace(self, op: str) -> Any:
+        """``int64 workspace(args)`` of an operation."""
+        return self._function(f"cedar_{op}_workspace", ctypes.c_int64, ctypes.c_void_p)
+
+
+def candidates() -> list[Path]:
+    """Where the library is looked for: CEDAR_KERNELS alone if it is set, else beside the package, else in a checkout's build."""
+    named = os.environ.get("CEDAR_KERNELS")
+    if named:
+        return [Path(named)]
+    return [Path(__file__).resolve().parents[1] / LIBRARY, _ROOT / "build" / "kernels" / LIBRARY]
+
+
+@cache
+def load() -> Library:
+    """The library, its operations registered. Raises `NativeUnavailable`."""
+    path = next((path for path in candidates() if path.is_file()), None)
+    if path is None:
+        looked = ", ".join(map(str, candidates()))
+        raise NativeUnavailable(f"{LIBRARY} is not there (looked for {looked}); `make setup` builds it")
+    library = Library(path)
+    for operation in OPERATIONS.values():
+        _register(library, operation)
+    return library
+
+
+def struct_of(operation: Operation) -> type[ctypes.Structure]:
+    """The ctypes struct of an operation's arguments."""
+    fields = [(name, _CTYPES[kind]) for name, kind in operation.fields]
+    return type(f"cedar_{operation.name}_args", (ctypes.Structure,), {"_fields_": fields})
+
+
+def _wrong(op: str, name: str, tensor: Tensor, kind: str, dims: tuple[str, ...]) -> None:
+    has = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
+    raise ValueError(f"{op}: {name} is {has}; allowed: dense {KINDS.get(kind, kind)} [{', '.join(dims)}]")
+
+
+class _Scratch(threading.local):
+    """Workspace of the CPU bodies, one per thread, grown and kept."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.pointer = 0
+
+    def at_least(self, size: int) -> int:
+        if size > self.size:
+            self._memory = torch.empty(size + size // 2, dtype=torch.uint8)
+            self.size, self.pointer = self._memory.numel(), self._memory.data_ptr()
+        return self.pointer
+
+
+_scratch = _Scratch()
+
+
+def _register(library: Library, operation: Operation) -> None:
+    on_cpu, on_cuda = _calls(library, operation)
+    _NAMESPACE.define(operation.schema)
+    _NAMESPACE.impl(operation.name, on_cpu, "CPU")
+    _NAMESPACE.impl(operation.name, on_cuda, "CUDA")
+    torch.library.register_fake(f"cedar::{operation.name}", lambda *_: None, lib=_NAMESPACE)
+
+
+_NAMESPACE = torch.library.Library("cedar", "DEF")
+
+
+def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What the dispatcher calls for tensors of a CPU and of a GPU."""
+    struct = struct_of(operation)
+    scope: dict[str, Any] = {"Struct": struct, "SIZE": ctypes.sizeof(struct), "TYPES": _TYPES, "wrong": _wrong}
+    scope.update({dtype: getattr(torch, dtype) for dtype in KINDS.values()})
+    exec(operation.source, scope)
+    build, byref, threads = scope["build"], ctypes.byref, torch.get_num_threads
+    run, workspace = library.run(operation.name), library.workspace(operation.name)
+    first = next(place for place, tensor in enumerate(operation.tensors) if not tensor.optional)
+
+    def on_cpu(*arguments: Any) -> None:
+        args = build(*arguments, 0, threads())
+        pointer = byref(args)
+        size = workspace(pointer)
+        if size > 0:
+            args.workspace = _scratch.at_least(size)
+        status = run(pointer, None)
+        if status:
+            _raise(library, operation.name, status)
+
+    def on_cuda(*arguments: Any) -> None:
+        device = arguments[first].device
+        args = build(*arguments, 1, 1)
+        pointer = byref(args)
+        size = workspace(pointer)
+        # freed when this returns, and by the allocator's rule reused only by what comes later on the same stream
+        memory = torch.empty(size, dtype=torch.uint8, device=device) if size > 0 else None
+        args.workspace = None if memory is None else memory.data_ptr()
+        with torch.cuda.device(device):
+            status = run(pointer, torch.cuda.current_stream(device).cuda_stream)
+        if status:
+            _raise(library, operation.name, status)
+
+    return on_cpu, on_cuda
+
+
+def _raise(library: Library, op: str, status: int) -> None:
+    text = library.last_error().decode()
+    raise NativeUnsupported(text) if status == UNSUPPORTED else RuntimeError(f"{op}: status {status}: {text}")

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// The exported functions: check the arguments, choose the body, turn what goes wrong into a status and a text.
+#include "cedar_kernels.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "check.h"
+#include "cpu/kernels.h"
+#ifdef CEDAR_WITH_CUDA
+#include "cuda/bodies.h"
+#endif
+
+namespace cedar {
+namespace {
+
+thread_local char last_error[512] = "";
+
+const CpuBodies& best_bodies() {
+#if defined(__x86_64__)
+    const char* most = std::getenv("CEDAR_CPU_ISA");  // for tests: "baseline" or "avx2" keeps a wider set from being used
+    const bool any = most == nullptr;
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512 && (any || std::strcmp(most, "avx512") == 0)) return avx512::bodies;
+    if (has_avx2 && (any || std::strcmp(most, "baseline") != 0)) return avx2::bodies;
+#endif
+    return baseline::bodies;
+}
+
+const CpuBodies& cpu() {
+    static const CpuBodies& bodies = best_bodies();
+    return bodies;
+}
+
+}  // namespace
+
+int fail(int status, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(last_error, sizeof last_error, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+}  // namespace cedar
+
+using namespace cedar;
+
+int64_t cedar_abi_version(void) { return CEDAR_ABI_VERSION; }
+
+const char* cedar_last_error(void) { return last_error; }
+
+const char* cedar_build_info(void) {
+    static char text[128];
+    static const int written = std::snprintf(text, sizeof text, "cpu: %s%s", cpu().name,
+#ifdef CEDAR_WITH_CUDA
+                                             "; cuda: " CEDAR_CUDA_TARGETS
+#else
+                                             ""
+#endif
+    );
+    (void)written;
+    return text;
+}
+
+#ifdef CEDAR_WITH_CUDA
+#define CEDAR_ON_CUDA(op) cuda::op(*args, stream)
+#define CEDAR_CUDA_WORKSPACE(op) cuda::op##_workspace(*args)
+#else
+#define CEDAR_ON_CUDA(op) ((void)stream, fail(CEDAR_UNSUPPORTED, #op ": this library was built without CUDA"))
+#define CEDAR_CUDA_WORKSPACE(op) 0
+#endif
+
+#define CEDAR_DEFINE(op)                                                                                    \
+    int cedar_##op(const cedar_##op##_args* args, void* stream) {                                           \
+        if (const int status = check(args)) return status;                                                  \
+        if (args->device == CEDAR_CUDA) return CEDAR_ON_CUDA(op);                                           \
+        if (const int status = check_cpu(*args)) return status;                                             \
+        if (args->workspace == nullptr && cpu().op##_workspace(*args) > 0)                                  \
+            return fail(CEDAR_INVALID, #op ": workspace is NULL");                                          \
+        cpu().op(*args);                                                                                    \
+        return CEDAR_OK;                                                                                    \
+    }                                                                                                       \
+    int64_t cedar_##op##_workspace(const cedar_##op##_args* args) {                                         \
+        if (check(args)) return -1;                                                                         \
+        return args->device == CEDAR_CUDA ? CEDAR_CUDA_WORKSPACE(op) : cpu().op##_workspace(*args);         \
+    }
+CEDAR_OPS(CEDAR_DEFINE)
