@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from cedar.engine.runner import ModelRunner
 from cedar.engine.work import DecodeWork, PrefillWork, StepWork, TailWork
 from cedar.model.block import Block
 from cedar.model.indexer import Indexer
+from cedar.model.mhc import Residual
 from cedar.model.moe import Gate
 from cedar.model.state import Selection
 
@@ -49,7 +51,7 @@ def stored_rows(runner: ModelRunner, seq: ModelSequence, source: int, num_tokens
 
 
 @functools.cache
-def load_runner(name: str, variant: str, page_tokens: int = 16, device: str = "cpu") -> ModelRunner:
+def load_runner(name: str, variant: str, page_tokens: int = 16, device: str = "cpu", ops: str = "reference") -> ModelRunner:
     """The runner of ``tiny-a`` or ``tiny-b`` in a variant's arithmetic; shared, so leave it without open sequences."""
     return ModelRunner.load(
         EngineConfig(
@@ -57,6 +59,7 @@ def load_runner(name: str, variant: str, page_tokens: int = 16, device: str = "c
             device=device,
             dtype="bfloat16" if variant == "bf16" else "float32",
             fake_quant=variant != "fp32_noquant",
+            ops=ops,
             cpu_threads=1,
             kv_cache_bytes=96 << 20,
             page_tokens=page_tokens,
@@ -170,9 +173,9 @@ def recorded(runner: ModelRunner) -> Iterator[Record]:
         record.kinds[kind][layer].append(rows.clone())
 
     def watch(layer: int, block: Block) -> None:
-        def on_block(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            keep("streams", layer, output[0])
-            keep("premix", layer, output[1])
+        def on_block(_: Any, __: Any, output: Residual) -> None:
+            keep("streams", layer, output.settle().streams)
+            keep("premix", layer, output.pre)
 
         def on_gate(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
             ids, order = output[0].sort(-1)
@@ -185,10 +188,8 @@ def recorded(runner: ModelRunner) -> Iterator[Record]:
             if not block.spec.candidate_source:
                 return
             plan = inputs[2].plan.entries[block.spec.ratio]
-            tiles = [(tile.start, tile.stop) for tile in plan.tiles] or [(0, len(plan.visible))]
-            for (start, stop), blocks in zip(tiles, selection.blocks or (None,), strict=True):
-                everything = all_blocks(plan.visible[start:stop], config.candidate_block_size, config.candidate_topk_blocks)
-                keep("blocks", layer, everything if blocks is None else blocks)
+            everything = all_blocks(plan.visible, config.candidate_block_size, config.candidate_topk_blocks)
+            keep("blocks", layer, everything if selection.blocks is None else selection.blocks)
 
         handles.append(block.register_forward_hook(on_block))
         for module in block.modules():
@@ -200,9 +201,16 @@ def recorded(runner: ModelRunner) -> Iterator[Record]:
     for layer, block in enumerate(runner.model.layers):
         assert isinstance(block, Block)
         watch(layer, block)
-    handles.append(runner.model.norm.register_forward_hook(lambda _, __, output: keep("final_hidden", 0, output)))
+    decode = runner.model.decode
+
+    def keep_hidden(*args: Any) -> torch.Tensor:
+        hidden = decode(*args)
+        keep("final_hidden", 0, hidden)
+        return hidden
+
     try:
-        yield record
+        with patch.object(runner.model, "decode", keep_hidden):
+            yield record
     finally:
         for handle in handles:
             handle.remove()

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "cache": set(),
     "ops": {"cache"},
     "model": {"cache", "ops"},
-    "engine": {"cache", "model", "text"},
+    "engine": {"cache", "ops", "model", "text"},
     "service": {"engine", "model", "text"},
     "triton": {"engine.request", "engine.admission", "service", "text", "model.embedded"},
 }

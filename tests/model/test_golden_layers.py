@@ -14,6 +14,7 @@ import torch
 from cedar.engine.request import DecoderReplay
 from cedar.engine.runner import ModelRunner
 from cedar.model.block import Block
+from cedar.model.mhc import Residual
 from golden_support import golden_arrays, load_runner, open_sequence, prefill, recorded, relative_error, stored_rows
 
 SETS = [("tiny-a", "fp32_noquant"), ("tiny-a", "fp32"), ("tiny-a", "bf16"), ("tiny-b", "fp32_noquant")]
@@ -27,16 +28,16 @@ def golden_inputs(runner: ModelRunner, golden: dict[str, np.ndarray], seen: dict
     handles = []
 
     def watch(layer: int, block: Block) -> None:
-        def replace(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        def replace(_: Any, __: Any, output: Residual) -> Residual:
             streams, premix = (torch.from_numpy(golden[kind][layer]) for kind in ("streams", "premix"))
-            return streams.to(output[0].dtype), premix
+            return Residual(streams.to(output.streams.dtype), premix)
 
-        def note(kind: str) -> Any:
-            return lambda _, __, output: seen.setdefault(f"{kind}_{layer}", []).append(output.float().numpy().copy())
+        def note(kind: str, rows: torch.Tensor) -> None:
+            seen.setdefault(f"{kind}_{layer}", []).append(rows.float().numpy().copy())
 
         handles.append(block.register_forward_hook(replace))
-        handles.append(block.attn_norm.register_forward_hook(note("attn_in")))
-        handles.append(block.attn.wo_b.register_forward_hook(note("attn_out")))
+        handles.append(block.attn.wq_a.register_forward_hook(lambda _, inputs, __: note("attn_in", inputs[0])))
+        handles.append(block.attn.wo_b.register_forward_hook(lambda _, __, output: note("attn_out", output)))
 
     for layer, block in enumerate(runner.model.layers):
         assert isinstance(block, Block)

@@ -26,6 +26,7 @@ from cedar.model.checkpoint import load_weights
 from cedar.model.embedded import embedded_model_dir
 from cedar.model.engram import EngramHasher, TokenMap
 from cedar.model.transformer import Boundary, Transformer
+from cedar.ops.provider import Choice, choose, using
 
 Progress = Callable[[int, int, str], None]
 
@@ -43,6 +44,7 @@ class ModelRunner:
         cache: KVCache,
         device: torch.device,
         threads: CpuThreads,
+        ops: Choice,
         *,
         max_model_len: int,
         prefix_cache: bool = True,
@@ -55,6 +57,7 @@ class ModelRunner:
         self.page_tokens = cache.page_tokens
         self._device = device
         self._threads = threads
+        self._ops = ops
         self._batches = BatchBuilder(model.config, hasher, cache.tables, device)
         self._seam = SeamSizes.of(model.config, model.dtype, cache.window(model.config.cut).record)
         self._hits = PrefixHits(cache, model.config.sliding_window, self._seam.rows, enabled=prefix_cache)
@@ -72,10 +75,9 @@ class ModelRunner:
             raise invalid(
                 "max_model_len", f"is {max_model_len}", f"at most max_position_embeddings ({config.max_position_embeddings})"
             )
-        if settings.ops == "native":
-            raise invalid("ops", "is 'native', but this build has no kernel library", "auto or reference")
         device = resolve_device(settings)
         dtype = resolve_dtype(settings, device)
+        ops = choose(settings.ops, device)
         threads = CpuThreads(config, settings, device)
         threads.use()
         hasher = EngramHasher(config, TokenMap(_tokenizer(directory)))
@@ -87,7 +89,9 @@ class ModelRunner:
         budget = settings.kv_cache_bytes or int(free_memory(device) * settings.kv_cache_share)
         sizes = plan_cache(config, formats, settings, dtype, budget)
         cache = KVCache(config, formats, sizes, device)
-        return cls(model, hasher, cache, device, threads, max_model_len=max_model_len, prefix_cache=settings.prefix_cache)
+        return cls(
+            model, hasher, cache, device, threads, ops, max_model_len=max_model_len, prefix_cache=settings.prefix_cache
+        )
 
     def open(self, prompt: Prompt, num_tokens: int) -> ModelSequence | None:
         """See `Runner.open`."""
@@ -173,7 +177,7 @@ class ModelRunner:
     def step(self, work: StepWork) -> StepResult:
         """See `Runner.step`."""
         _check(work, self.vocab_size, self.max_model_len)
-        with torch.inference_mode():
+        with torch.inference_mode(), using(self._ops):
             return self._step(work, tail_rows=None)
 
     def kept_logits(self, seq: SequenceMemory) -> tuple[int, Tensor]:
@@ -186,7 +190,7 @@ class ModelRunner:
         own = _own(seq)
         first_kept = own.seam.first_kept(own.num_computed, own.replay_start)
         first = min(own.seam.first_exact(own.num_computed, own.replay_start), own.num_computed - 1)
-        with torch.inference_mode():
+        with torch.inference_mode(), using(self._ops):
             logits = self._step(work, tail_rows=first - first_kept).logits
         assert logits is not None
         return first, logits

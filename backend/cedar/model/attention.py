@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +15,7 @@ from cedar.model.linear import Linear, Reader
 from cedar.model.norm import RMSNorm
 from cedar.model.state import PassState, WindowKeys
 from cedar.ops.attention import mega_attention, wo_a
-from cedar.ops.compress import compress_store
+from cedar.ops.compress import CompressorWeights, compress_store
 from cedar.ops.window import window_store
 
 
@@ -34,7 +32,7 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         *,
         act_quant: bool,
-        quantise_index: Callable[[Tensor], Tensor] | None,
+        fake_quant: bool,
     ) -> None:
         super().__init__()
         heads, dim, hidden, eps = config.num_attention_heads, config.head_dim, config.hidden_size, config.rms_norm_eps
@@ -52,7 +50,7 @@ class Attention(nn.Module):
         self.wo_a = Linear(heads * dim // config.o_groups, config.o_groups * config.o_lora_rank, dtype, fp8=True)
         self.wo_b = Linear(config.o_groups * config.o_lora_rank, hidden, dtype, fp8=True, act_quant=act_quant)
         self.compressor = Compressor(config, spec.ratio, dtype) if spec.owns_kv else None
-        self.indexer = Indexer(config, spec, dtype, act_quant=act_quant, quantise=quantise_index) if spec.owns_index else None
+        self.indexer = Indexer(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant) if spec.owns_index else None
 
     def forward(self, x: Tensor, state: PassState) -> Tensor:
         """x [T, D], normalised -> [T, D]. Entries are written first: queries see groups that end in this step."""
@@ -60,48 +58,43 @@ class Attention(nn.Module):
 
     def write(self, x: Tensor, state: PassState) -> WindowKeys:
         """Store the window KV and, in a KV source layer, compressed KV and index keys. Returns what this step's queries read."""
-        pool = state.cache.window(self.spec.index)
-        cos, sin = state.rotations.rows(self.spec.ratio > 0)
-        records = window_store(self.wkv(x), self.kv_norm.weight, self.eps, cos, sin, pool.record)
-        plan = state.plan.window
-        # read the history before newer records take its place
-        table = pool.rows if plan.history is None else torch.cat([pool.load(plan.history), records])
-        pool.store(records if plan.store_from is None else records.index_select(0, plan.store_from), plan.store_to)
-        if plan.snapshot_from is not None and plan.snapshot_to is not None:
-            pool.store(table.index_select(0, plan.snapshot_from), plan.snapshot_to)
+        ring = state.cache.window(self.spec.index)
+        rotation = state.rotations.rows(self.spec.ratio > 0)
+        keys = WindowKeys(*window_store(self.wkv(x), *self.kv_norm.norm, *rotation, ring, state.plan.window))
         if self.compressor is not None:
-            self._compress(x, state)
-        return WindowKeys(table, records)
+            self._compress(x, self.compressor, state)
+        return keys
 
-    def _compress(self, x: Tensor, state: PassState) -> None:
-        source, ratio = self.spec.index, self.spec.ratio
+    def _compress(self, x: Tensor, compressor: Compressor, state: PassState) -> None:
+        source, ratio, cache = self.spec.index, self.spec.ratio, state.cache
         write = state.plan.entries[ratio].write
         assert write is not None
-        assert self.compressor is not None
         assert self.indexer is not None
-        latent = self.compressor(x, write, state.cache.open_rows(source) if ratio == 2 else None)
-        if latent.shape[0]:
-            cos, sin = state.rotations.groups(ratio, write.positions)
-            key, norm = self.indexer.wk(latent), self.indexer.k_norm
-            compress_store(
-                latent, key, norm.weight, self.eps, cos, sin, write.slots, state.cache.kv(source), state.cache.index_keys(source)
-            )
+        compress_store(
+            compressor(x),
+            cache.open_rows(source) if ratio == 2 else None,
+            write,
+            CompressorWeights(compressor.norm.weight, self.indexer.wk.weight, self.indexer.k_norm.weight, self.eps),
+            *state.rotations.groups(ratio, write.positions),
+            cache.kv(source),
+            cache.index_keys(source),
+        )
 
     def attend(self, x: Tensor, window: WindowKeys, state: PassState) -> Tensor:
         """Queries of x's rows against window keys and selected entries; publishes the selection of an index source."""
-        q_latent = self.q_norm(self.wq_a(x))
-        query = self.wq_b(q_latent).unflatten(-1, (self.heads, self.dim))
+        q_latent = self.wq_a(x, self.q_norm.norm)
+        query = self.wq_b(q_latent).view(-1, self.heads, self.dim)
         if self.indexer is not None:
             state.selection = self.indexer(x, q_latent, state)
             if self.spec.candidate_source:
                 state.candidates = state.selection.blocks
         selection = state.selection if self.spec.ratio else None
         bias = state.view.bias if selection is None else state.view.joint_bias[self.spec.ratio]
-        cos, sin = state.rotations.rows(self.spec.ratio > 0)
+        rotation = state.rotations.rows(self.spec.ratio > 0)
         keys = [RecordView(RecordPool(state.cache.window(self.spec.index).record, window.table), state.view.index)]
         if selection is not None and self.spec.kv_source is not None:
             keys.append(RecordView(state.cache.kv(self.spec.kv_source), selection.slots))
-        out = mega_attention(query, cos, sin, self.attn_sink, bias, keys, self.scale, TILE_ELEMENTS)
+        out = mega_attention(query, *rotation, self.attn_sink, bias, keys, self.scale, TILE_ELEMENTS)
         hidden: Tensor = self.wo_b(wo_a(out, self.wo_a.weight, self.groups))
         return hidden
 

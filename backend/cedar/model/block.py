@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -12,10 +10,11 @@ from cedar.config.model import LayerSpec, ModelConfig
 from cedar.model.attention import Attention
 from cedar.model.engram import Engram
 from cedar.model.linear import Reader
-from cedar.model.mhc import HyperConnection, collapse, expand
+from cedar.model.mhc import HyperConnection, Residual
 from cedar.model.moe import MoE
 from cedar.model.norm import RMSNorm
 from cedar.model.state import PassState, WindowKeys
+from cedar.ops.mhc import Gates, Written, mega_mhc
 
 
 class Block(nn.Module):
@@ -28,36 +27,45 @@ class Block(nn.Module):
         dtype: torch.dtype,
         *,
         act_quant: bool,
-        quantise_index: Callable[[Tensor], Tensor] | None,
+        fake_quant: bool,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.engram = Engram(config, spec.index, dtype, act_quant=act_quant) if spec.engram else None
         self.hc_attn = HyperConnection(config)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = Attention(config, spec, dtype, act_quant=act_quant, quantise_index=quantise_index)
+        self.attn = Attention(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant)
         self.hc_ffn = HyperConnection(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn = MoE(config, dtype, act_quant=act_quant)
 
-    def forward(self, streams: Tensor, pre: Tensor, state: PassState, window: WindowKeys | None = None) -> tuple[Tensor, Tensor]:
-        """streams [T, hc, D], pre float32 [T, hc] -> the same for the next layer.
+    def forward(self, residual: Residual, state: PassState, window: WindowKeys | None = None) -> Residual:
+        """What enters the layer -> what leaves it.
 
         window: what `write` returned for these rows (the cut layer); None: this call writes.
         """
         if self.engram is not None:
-            streams = self.engram(streams, state.engram_rows[self.spec.index])
-        attn_pre, post, comb = self.hc_attn(streams)
-        x = self.attn_norm(collapse(streams, pre))
+            settled = residual.settle()
+            residual = Residual(self.engram(settled.streams, state.engram_rows[self.spec.index]), settled.pre)
+        streams, gates, x = self._cross(residual, self.hc_attn, self.attn_norm)
         y = self.attn(x, state) if window is None else self.attn.attend(x, window, state)
-        streams = expand(y, streams, post, comb)
-        ffn_pre, post, comb = self.hc_ffn(streams)
-        y = self.ffn(self.ffn_norm(collapse(streams, attn_pre)))
-        return expand(y, streams, post, comb), ffn_pre
+        residual = Residual(streams, gates.pre, Written(y, gates.post, gates.comb))
+        streams, gates, x = self._cross(residual, self.hc_ffn, self.ffn_norm)
+        return Residual(streams, gates.pre, Written(self.ffn(x), gates.post, gates.comb))
 
-    def write(self, streams: Tensor, pre: Tensor, state: PassState) -> WindowKeys:
-        """Only the KV that this layer's attention writes for these rows (a layer without Engram)."""
-        return self.attn.write(self.attn_norm(collapse(streams, pre)), state)
+    @staticmethod
+    def _cross(residual: Residual, connection: HyperConnection, norm: RMSNorm) -> tuple[Tensor, Gates, Tensor]:
+        """Streams with the last output written, the coefficients and the input of the sub-layer that comes now."""
+        streams, gates, x = mega_mhc(residual.streams, residual.written, residual.pre, connection.mixing, norm.norm)
+        assert gates is not None
+        assert x is not None
+        return streams, gates, x
+
+    def write(self, residual: Residual, state: PassState) -> tuple[Tensor, WindowKeys]:
+        """Only the KV that this layer's attention writes for these rows (a layer without Engram); also the settled streams."""
+        streams, _, x = mega_mhc(residual.streams, residual.written, residual.pre, None, self.attn_norm.norm)
+        assert x is not None
+        return streams, self.attn.write(x, state)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes the layer's ``<prefix>.*`` tensors."""

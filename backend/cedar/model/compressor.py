@@ -6,25 +6,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cedar.cache.rows import WritePlan
 from cedar.config.model import ModelConfig
 from cedar.model.linear import Reader, load_dense
 from cedar.model.norm import RMSNorm
-from cedar.ops.compress import pool_pairs
+from cedar.ops.linear import mxfp8_linear
 
 
 class Compressor(nn.Module):
-    """Latents of the groups that end in a step: normalised, not rotated, not quantised.
+    """The projection that latents are made of, and their norm; `cedar.ops.compress` pools, normalises and stores them.
 
     Ratio 1: RMSNorm(wkv x). Ratio 2: RMSNorm(sum_t kv_t softmax_t(gate_t)) over the group's two tokens, per channel, pooled in
-    float32; ``wkv`` and ``wgate`` are one float32 matrix. The row of a token whose group is still open is kept in
-    ``open_rows`` until the next step.
+    float32; ``wkv`` and ``wgate`` are one float32 matrix.
     """
 
     def __init__(self, config: ModelConfig, ratio: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.ratio = ratio
-        self.dtype = dtype
         self.dim = config.head_dim
         weight_dtype = dtype if ratio == 1 else torch.float32
         self.weight = nn.Parameter(
@@ -32,19 +29,9 @@ class Compressor(nn.Module):
         )
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, write: WritePlan, open_rows: Tensor | None) -> Tensor:
-        """x [T, D], the attention input; open_rows float32 [slots, 2 * head_dim] (ratio 2) -> latents [g, head_dim]."""
-        if open_rows is None:
-            ending = x if write.rows is None else x.index_select(0, write.rows)
-            return self.norm(nn.functional.linear(ending, self.weight))  # type: ignore[no-any-return]
-        rows = nn.functional.linear(x.float(), self.weight)
-        table = rows if write.open_from is None else torch.cat([open_rows.index_select(0, write.open_from), rows])
-        if write.open_rows is not None and write.open_to is not None:
-            open_rows.index_copy_(0, write.open_to, rows.index_select(0, write.open_rows))
-        if write.first is None or write.rows is None or not len(write.rows):
-            return x.new_empty(0, self.dim)
-        pooled = pool_pairs(table.index_select(0, write.first), rows.index_select(0, write.rows))
-        return self.norm(pooled.to(self.dtype))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, D], the attention input -> [T, ratio * head_dim]: values, with ratio 2 float32 ``kv | gate``."""
+        return mxfp8_linear(x, self.weight)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.wkv``, ``.wgate`` (ratio 2) and ``.norm``."""

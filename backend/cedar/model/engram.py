@@ -12,10 +12,10 @@ import torch
 from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor, nn
 
-from cedar.cache.formats import unpack_fp8
 from cedar.config.model import ModelConfig
 from cedar.errors import invalid
 from cedar.model.linear import Linear, Reader
+from cedar.ops.engram import engram_gate, engram_gather
 
 Int64 = npt.NDArray[np.int64]
 
@@ -117,7 +117,6 @@ class Engram(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, *, act_quant: bool = False) -> None:
         super().__init__()
         hc, hidden = config.hc_mult, config.hidden_size
-        self.hc = hc
         self.norm_eps = config.rms_norm_eps
         self.dtype = dtype
         self.rows = config.engram_num_embeddings[config.engram_layer_ids.index(layer)]
@@ -127,24 +126,13 @@ class Engram(nn.Module):
         self.table_scale: Tensor
 
     def forward(self, streams: Tensor, rows: Tensor) -> Tensor:
-        """streams [T, hc, D]; rows int64 [T, columns] (`EngramHasher.rows` of this layer) -> new streams.
-
-        gate_i = sigmoid(signed sqrt of the normalised dot product of stream i and key i), S_i + gate_i v; float32 inside.
-        """
-        hidden = streams.shape[-1]
-        keys_value = self.wkv(self.gather(rows).to(streams.device)).float().view(-1, self.hc + 1, hidden)
-        keys, value = keys_value[:, : self.hc], keys_value[:, self.hc :]
-        query = streams.float()
-        statistics = query.square().mean(-1).add_(self.norm_eps).mul_(keys.square().mean(-1).add_(self.norm_eps)).rsqrt_()
-        dot = (query * self.qk_weight).mul_(keys).sum(-1).mul_(statistics).mul_(hidden**-0.5)
-        gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min_(1e-6).sqrt_(), dot))
-        return torch.addcmul(query, gate[..., None], value).to(streams.dtype)
+        """streams [T, hc, D]; rows int64 [T, columns] (`EngramHasher.rows` of this layer) -> new streams, see `engram_gate`."""
+        keys_value = self.wkv(self.gather(rows).to(streams.device))
+        return engram_gate(streams, keys_value, self.qk_weight, self.norm_eps)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Dequantised table rows, concatenated per token: int64 [T, columns] -> ``dtype`` [T, columns * head_dim] (exact)."""
-        flat = rows.flatten().to(self.table.device)
-        values = unpack_fp8(self.table[flat], self.table_scale[flat], self.dtype)
-        return values.view(rows.shape[0], -1)
+        return engram_gather(rows.to(self.table.device), self.table, self.table_scale, self.dtype)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.embed`` (kept as the reader gives it), ``.wkv``, ``.q_weight`` and ``.k_weight``."""

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cedar.model.quantize import dequantize_fp8_tiles, fq8
+from cedar.model.quantize import dequantize_fp8_tiles
+from cedar.ops.linear import mxfp8_linear
+from cedar.ops.norm import Norm
 
 Reader = Callable[[str], Tensor]
 """A checkpoint's tensor by its released name: E4M3 as float8_e4m3fn, UE8M0 and packed FP4 as uint8, others as they are.
@@ -21,7 +23,7 @@ class Linear(nn.Module):
     """y = x W^T, with the weight kept dequantised in ``dtype`` (exact in bfloat16 and float32).
 
     fp8: the checkpoint holds E4M3 with a UE8M0 scale per 32x32 tile; otherwise BF16 or F32.
-    act_quant: round the input to MXFP8 first, as the FP8 kernels do (fp8 linears only; `cedar.model.quantize.fq8`).
+    act_quant: round the input to MXFP8 first, as the FP8 kernels do (fp8 linears only; `cedar.ops.quant.fq8`).
     """
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, *, fp8: bool, act_quant: bool = False) -> None:
@@ -30,9 +32,9 @@ class Linear(nn.Module):
         self.act_quant = act_quant and fp8
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in], of the weight's dtype -> [..., out]."""
-        return nn.functional.linear(fq8(x) if self.act_quant else x, self.weight)
+    def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """x [T, in], of the weight's dtype -> [T, out], then RMSNorm over the outputs if one is given."""
+        return mxfp8_linear(x, self.weight, self.act_quant, norm)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.weight`` and, for fp8, ``<prefix>.scale``."""

@@ -1,67 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifold-constrained hyper-connections: how a sub-layer reads from and writes to the residual streams.
-
-Streams S are [T, hc, D]. A sub-layer reads ``collapse(S, pre)`` with the ``pre`` of the sub-layer before it, and its output
-is spread by ``expand`` with its own ``post`` and ``comb``. Coefficients and mixing are float32 (released inference code).
-"""
+"""The hyper-connections of a layer: coefficients' weights, and the streams between two sub-layers (`cedar.ops.mhc`)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
 from cedar.model.linear import Reader
+from cedar.ops.mhc import Mixing, Written, mega_mhc
 
 
-def mix(
-    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, eps: float, norm_eps: float, iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The coefficients of one sub-layer, float32: pre [T, hc], post [T, hc], comb [T, hc, hc] (source, destination).
+@dataclass(frozen=True)
+class Residual:
+    """The residual streams between two layers.
 
-    streams [T, hc, D]; fn float32 [(2 + hc) hc, hc D]; scale and base float32 [(2 + hc) hc], one per output of fn.
-    One RMS statistic over all hc D values normalises the outputs of fn.
+    streams: [T, hc, D], compute dtype, without what the last sub-layer wrote: that is ``written`` until the next operation
+    spreads it over them (None: nothing is left to write). pre: float32 [T, hc], what the next sub-layer collapses them with.
     """
-    hc = streams.shape[1]
-    flat = streams.flatten(1).float()
-    mixed = nn.functional.linear(flat, fn).mul_(flat.square().mean(-1, keepdim=True).add_(norm_eps).rsqrt_())
-    raw = torch.addcmul(base, mixed, scale)
-    gates = torch.sigmoid(raw[:, : 2 * hc])
-    comb = sinkhorn(raw[:, 2 * hc :].view(-1, hc, hc), eps, iterations)
-    return gates[:, :hc] + eps, gates[:, hc:] * 2, comb
 
+    streams: Tensor
+    pre: Tensor
+    written: Written | None = None
 
-def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
-    """Row softmax + eps, then alternately columns and rows divided by (their sum + eps), columns first and last.
-
-    logits float32 [T, hc, hc] -> same shape. The matrix is kept as diag(u) K diag(v): dividing the rows of C by
-    (sum_j C_ij + eps) is 1/u <- K v + eps/u, one `baddbmm` and a reciprocal for all rows, half of the dispatches of doing
-    it on C. At single-token decode dispatches are all that this costs.
-    """
-    kernel = logits.softmax(-1).add_(eps)
-    transposed = kernel.mT.contiguous()
-    inverse_u = kernel.new_ones(*kernel.shape[:-1], 1)
-    inverse_v, u, v = inverse_u.clone(), inverse_u.clone(), inverse_u.clone()
-    torch.reciprocal(inverse_v.baddbmm_(transposed, u, beta=eps), out=v)
-    for _ in range(iterations - 1):
-        torch.reciprocal(inverse_u.baddbmm_(kernel, v, beta=eps), out=u)
-        torch.reciprocal(inverse_v.baddbmm_(transposed, u, beta=eps), out=v)
-    return kernel.mul_(u).mul_(v.mT)
-
-
-def collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """sum_i pre_i S_i in float32, cast to the streams' dtype. [T, hc, D], float32 [T, hc] -> [T, D]."""
-    return torch.bmm(pre[:, None], streams.float())[:, 0].to(streams.dtype)
-
-
-def expand(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """New stream j = post_j output + sum_i comb_ij S_i in float32, cast to the streams' dtype. output [T, D] -> [T, hc, D]."""
-    written = post[:, :, None] * output[:, None].float()
-    return written.baddbmm_(comb.mT, streams.float()).to(streams.dtype)
+    def settle(self) -> Residual:
+        """The same with everything written to the streams."""
+        if self.written is None:
+            return self
+        return Residual(mega_mhc(self.streams, self.written, None, None, None).streams, self.pre)
 
 
 class HyperConnection(nn.Module):
-    """The coefficients of one sub-layer (``hc_attn`` or ``hc_ffn``) as a function of the streams."""
+    """The weights of one sub-layer's coefficients (``hc_attn`` or ``hc_ffn``)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -73,9 +45,10 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.empty(outputs), requires_grad=False)
         self.spread = (hc, hc, hc * hc)
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [T, hc, D] -> (pre, post, comb), see `mix`."""
-        return mix(streams, self.fn, self.scale, self.base, eps=self.eps, norm_eps=self.norm_eps, iterations=self.iterations)
+    @property
+    def mixing(self) -> Mixing:
+        """For an operation."""
+        return Mixing(self.fn, self.scale, self.base, self.eps, self.norm_eps, self.iterations)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>_fn``, ``_base`` and ``_scale`` [3]: one scale for pre, one for post, one for comb."""

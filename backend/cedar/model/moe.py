@@ -3,20 +3,13 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import torch
 from torch import Tensor, nn
 
 from cedar.config.model import ModelConfig
 from cedar.model.linear import Linear, Reader, load_dense
-from cedar.model.quantize import dequantize_mxfp4_rows, fq8
-
-
-def swiglu(hidden: Tensor, limit: float) -> Tensor:
-    """silu(min(g, limit)) * clamp(u, -limit, limit) in float32. hidden [..., 2 I] holds g, then u -> float32 [..., I]."""
-    gate, up = hidden.float().chunk(2, dim=-1)
-    return nn.functional.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+from cedar.model.quantize import dequantize_mxfp4_rows
+from cedar.ops.moe import Experts, mega_gate, moe_fp4
 
 
 class Gate(nn.Module):
@@ -31,16 +24,11 @@ class Gate(nn.Module):
         self.bias_vl = nn.Parameter(torch.empty(experts), requires_grad=False)
 
     def forward(self, x: Tensor, image: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> (expert ids int64 [T, k] by falling biased score, weights float32 [T, k]).
+        """x [T, D] -> (expert ids int64 [T, k], weights float32 [T, k]), see `mega_gate`.
 
-        Scores a = sqrt(softplus(x W^T)). Ties go to the lowest id. The weights sum to ``routed_scaling_factor``.
         image: bool [T], tokens inside an image span; they select with ``bias_vl``.
         """
-        scores = nn.functional.softplus(nn.functional.linear(x.float(), self.weight)).sqrt_()
-        bias = self.bias if image is None else torch.where(image[:, None], self.bias_vl, self.bias)
-        ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
-        weights = scores.gather(1, ids)
-        return ids, weights.div_(weights.sum(-1, keepdim=True).add_(1e-20)).mul_(self.scaling)
+        return mega_gate(x, self.weight, self.bias, self.top_k, self.scaling, self.bias_vl, image)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.weight``, ``.bias`` and ``.bias_vl``."""
@@ -76,29 +64,12 @@ class MoE(nn.Module):
         self.shared_w2 = Linear(inner, hidden, dtype, fp8=True, act_quant=act_quant)
 
     def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
-        ids, weights = self.gate(x, image)
-        return self.routed(x, ids, weights).add_(self.shared(x)).to(x.dtype)
+        return moe_fp4(x, *self.gate(x, image), self.experts)
 
-    def shared(self, x: Tensor) -> Tensor:
-        """The shared expert: no gate, no scale. [T, D] -> [T, D]."""
-        hidden: Tensor = self.shared_w2(swiglu(self.shared_w13(x), self.limit).to(x.dtype))
-        return hidden
-
-    def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The weighted experts' sum. ids, weights [T, k] -> float32 [T, D].
-
-        Rows are grouped by expert, one matrix product each, without padding. The routing weight multiplies before w2, and
-        a row's k outputs are summed in the order of ``ids``, so the sum does not depend on the rest of the batch.
-        """
-        tokens, top_k = ids.shape
-        flat = ids.flatten()
-        order = flat.argsort(stable=True)
-        experts = flat[order].tolist()
-        groups = [(expert, len(list(run))) for expert, run in groupby(experts)]
-        rows = (fq8(x) if self.act_quant else x)[order // top_k]
-        inner = swiglu(_grouped(rows, self.w13, groups), self.limit).mul_(weights.flatten()[order, None]).to(x.dtype)
-        outputs = _grouped(fq8(inner) if self.act_quant else inner, self.w2, groups)
-        return torch.empty_like(outputs).index_copy_(0, order, outputs).view(tokens, top_k, -1).sum(1, dtype=torch.float32)
+    @property
+    def experts(self) -> Experts:
+        """For an operation."""
+        return Experts(self.w13, self.w2, self.shared_w13.weight, self.shared_w2.weight, self.limit, self.act_quant)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.gate``, ``.experts.E.w1/w2/w3`` and ``.shared_experts.w1/w2/w3``."""
@@ -114,11 +85,3 @@ class MoE(nn.Module):
         load_dense(read, f"{prefix}.shared_experts.w3", shared[inner:], fp8=True)
         self.shared_w2.load(read, f"{prefix}.shared_experts.w2")
 
-
-def _grouped(rows: Tensor, weights: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-    """rows [R, in], in runs of (expert, length); weights [E, out, in] -> [R, out]."""
-    outputs, start = [], 0
-    for expert, length in groups:
-        outputs.append(nn.functional.linear(rows[start : start + length], weights[expert]))
-        start += length
-    return torch.cat(outputs)

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm with a weight of the checkpoint."""
+"""RMSNorm with a weight of the checkpoint. It has no forward: every norm of the model is part of a fused operation."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cedar.model.linear import Reader
-from cedar.ops.norm import rms_norm
+from cedar.ops.norm import Norm
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with the checkpoint's weight, kept in float32. [..., dim] -> [..., dim]."""
+    """The weight, kept in float32, and the eps of a norm."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    @property
+    def norm(self) -> Norm:
+        """For an operation."""
+        return Norm(self.weight, self.eps)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.weight``."""

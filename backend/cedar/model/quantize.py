@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisers of the model: two of activations and two of weights, in the number formats of `cedar.cache.formats`.
-
-A fake quantiser (``fq*``) works on contiguous groups of the last dimension and returns what decoding the packed form gives, in
-the input's dtype.
-"""
+"""The checkpoint's two weight formats, in the number formats of `cedar.cache.formats`."""
 
 from __future__ import annotations
 
@@ -11,49 +7,16 @@ import torch
 from torch import Tensor
 
 from cedar.cache.formats import (
-    E2M1_MAX,
     E4M3_MAX,
     FP8_AMAX_MIN,
     MX_GROUP,
-    MXFP4_AMAX_MIN,
     e4m3_values,
     e8m0_decode,
     e8m0_scale,
-    groups_of,
     lookup,
-    mx_scale,
     pack_mxfp4,
     unpack_mxfp4,
 )
-
-_EXPONENT = 0x7F800000
-_E2M1_ROUNDER = 1.5 * 2.0**23 * 0.5
-"""Adding 1.5 * 2^23 * step to a float32 and subtracting it again rounds to a multiple of step, ties to even."""
-
-
-def fq8(x: Tensor) -> Tensor:
-    """FP8 with one UE8M0 scale per 32 elements: the inputs of FP8/FP4 linears. [..., d] -> [..., d]."""
-    groups = groups_of(x, MX_GROUP)
-    scale = mx_scale(groups, E4M3_MAX, FP8_AMAX_MIN)
-    values = (groups / scale).to(torch.float8_e4m3fn).float()
-    return values.mul_(scale).view(x.shape).to(x.dtype)
-
-
-def fq4x(x: Tensor) -> Tensor:
-    """MXFP4, one UE8M0 scale per 32 elements: index queries. [..., d] -> [..., d]."""
-    groups = groups_of(x, MX_GROUP)
-    scale = mx_scale(groups, E2M1_MAX, MXFP4_AMAX_MIN)
-    return _round_e2m1(groups / scale).mul_(scale).view(x.shape).to(x.dtype)
-
-
-def _round_e2m1(y: Tensor) -> Tensor:
-    """float32 to the nearest E2M1 value, ties to the even code, saturating; overwrites ``y``. The sign of zero is kept.
-
-    The spacing of E2M1 is half of the value's power of two, and 1/2 below 1. Arithmetic, because index queries are many.
-    """
-    y.clamp_(-E2M1_MAX, E2M1_MAX)
-    rounder = y.abs().clamp_min_(1.0).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32).mul_(_E2M1_ROUNDER)
-    return (y + rounder).sub_(rounder).copysign_(y)
 
 
 def quantize_fp8_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ class Selection:
     """What an index source publishes to the layers that reuse it.
 
     index: int64 [T, width] selected compressed positions, ascending, then -1. slots: int64 [T, width] their pool rows; 0: none.
-    blocks: per score tile of the plan, the candidate blocks int64 [rows, c] of a candidate source (None: all blocks).
+    blocks: the candidate blocks int64 [T, c] of a candidate source, ascending, then -1; None: all blocks.
     """
 
     index: Tensor
     slots: Tensor
-    blocks: tuple[Tensor | None, ...] = ()
+    blocks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,4 +70,4 @@ class PassState:
     view: WindowView
     engram_rows: dict[int, Tensor] = field(default_factory=dict)
     selection: Selection | None = None
-    candidates: tuple[Tensor | None, ...] = ()
+    candidates: Tensor | None = None

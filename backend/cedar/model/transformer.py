@@ -13,11 +13,12 @@ from cedar.cache.store import KVCache
 from cedar.config.model import ModelConfig
 from cedar.model.block import Block
 from cedar.model.linear import Reader
-from cedar.model.mhc import collapse
+from cedar.model.mhc import Residual
 from cedar.model.norm import RMSNorm
-from cedar.model.quantize import fq4x
 from cedar.model.rope import RopeTable
 from cedar.model.state import PassState, Rotations, WindowKeys
+from cedar.ops.linear import mxfp8_linear
+from cedar.ops.mhc import mega_mhc
 
 
 @dataclass
@@ -53,9 +54,8 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), requires_grad=False)
-        quantise_index = fq4x if fake_quant else None
         self.layers = nn.ModuleList(
-            Block(config, spec, dtype, act_quant=act_quant, quantise_index=quantise_index) for spec in config.layers
+            Block(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant) for spec in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
@@ -72,31 +72,32 @@ class Transformer(nn.Module):
         pre = torch.zeros(plan.num_rows, self.config.hc_mult, device=embedded.device)
         pre[:, 0] = 1.0
         state = PassState(plan, cache, Rotations(plan, *self._rope), plan.view, engram_rows)
+        residual = Residual(streams, pre)
         for layer in self.layers[: self.config.cut]:
-            streams, pre = self._launch(layer, streams, pre, state)
+            residual = self._launch(layer, residual, state)
         self.work.source_rows += plan.num_rows
-        return Boundary(streams, pre, self._cut_layer.write(streams, pre, state))
+        streams, window = self._cut_layer.write(residual, state)
+        return Boundary(streams, residual.pre, window)
 
     def decode(self, boundary: Boundary, plan: RowPlan, cache: KVCache) -> Tensor:
         """Layers cut..L-1 on the rows of ``plan``, whose cut layer KV `encode` wrote. Returns [n, D] after the final norm."""
         state = PassState(plan, cache, Rotations(plan, *self._rope), plan.cut_view)
-        streams, pre = self._launch(self._cut_layer, boundary.streams, boundary.pre, state, boundary.window)
+        residual = self._launch(self._cut_layer, Residual(boundary.streams, boundary.pre), state, boundary.window)
         state.view = plan.view
         for layer in self.layers[self.config.cut + 1 :]:
-            streams, pre = self._launch(layer, streams, pre, state)
-        hidden: Tensor = self.norm(collapse(streams, pre))
+            residual = self._launch(layer, residual, state)
+        _, _, hidden = mega_mhc(residual.streams, residual.written, residual.pre, None, self.norm.norm)
+        assert hidden is not None
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, D] -> float32 [n, vocab]; a float32 product in every compute dtype."""
-        return nn.functional.linear(hidden.float(), self.head)
+        return mxfp8_linear(hidden, self.head)
 
-    def _launch(
-        self, layer: nn.Module, streams: Tensor, pre: Tensor, state: PassState, window: WindowKeys | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _launch(self, layer: nn.Module, residual: Residual, state: PassState, window: WindowKeys | None = None) -> Residual:
         assert isinstance(layer, Block)
-        self.work.layers[layer.spec.index] += streams.shape[0]
-        return layer(streams, pre, state, window)  # type: ignore[no-any-return]
+        self.work.layers[layer.spec.index] += residual.streams.shape[0]
+        return layer(residual, state, window)  # type: ignore[no-any-return]
 
     @property
     def _cut_layer(self) -> Block:

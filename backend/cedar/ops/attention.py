@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from cedar.cache.records import RecordView
+from cedar.ops.native import record_code
+from cedar.ops.provider import FusedOp
 from cedar.ops.rope import rotate
 
 
+@FusedOp
 def mega_attention(
     query: Tensor,
     cos: Tensor,
@@ -26,8 +29,8 @@ def mega_attention(
 
     query: [T, H, d], not rotated, compute dtype. cos, sin: float32 [T, dr/2] of the rows' positions. sink: float32 [H], an
     unscaled logit that adds to the denominator only. keys: the window and, in layers with a ratio, the selected entries, N keys
-    a row in all. bias: float32 [T, 1, N], 0 or -inf. For row t and head h, with s_n = scale * q_h . key_n + bias_n:
-    out = sum_n exp(s_n) key_n / (sum_n exp(s_n) + exp(sink_h)), all in float32, rounded once to the compute dtype.
+    a row in all. bias: float32 [T, 1, N], 0, or -inf where a key's index is 0. For row t and head h, with s_n = scale * q_h . key_n
+    + bias_n: out = sum_n exp(s_n) key_n / (sum_n exp(s_n) + exp(sink_h)), all in float32, rounded once to the compute dtype.
     Rows are tiled so that at most ``max_elements`` key elements exist at a time. Returns [T, H, d].
     """
     rows, _, dim = query.shape
@@ -42,6 +45,27 @@ def mega_attention(
     return rotate(parts[0] if len(parts) == 1 else torch.cat(parts), cos, sin, inverse=True)
 
 
+@mega_attention.native
+def _(
+    query: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sink: Tensor,
+    bias: Tensor,
+    keys: Sequence[RecordView],
+    scale: float,
+    max_elements: int,
+) -> Tensor:
+    window, entries = keys[0], keys[1] if len(keys) > 1 else None
+    out = torch.empty_like(query)
+    entry_rows, entry_index, entry_record = (None, None, 0)
+    if entries is not None:
+        entry_rows, entry_index, entry_record = entries.pool.rows, entries.index, record_code(entries.pool.record)
+    inputs = (query, cos, sin, sink, window.pool.rows, window.index, entry_rows, entry_index)
+    torch.ops.cedar.mega_attention(*inputs, out, record_code(window.pool.record), entry_record, scale)
+    return out
+
+
 def _attend(query: Tensor, keys: Tensor, sink: Tensor, bias: Tensor, scale: float) -> Tensor:
     scores = torch.baddbmm(bias, query.float(), keys.transpose(1, 2), alpha=scale)
     with_sink = torch.cat([scores, sink[:, None].expand(scores.shape[0], -1, 1)], dim=-1)
@@ -49,6 +73,7 @@ def _attend(query: Tensor, keys: Tensor, sink: Tensor, bias: Tensor, scale: floa
     return torch.bmm(probabilities, keys).to(query.dtype)
 
 
+@FusedOp
 def wo_a(out: Tensor, weight: Tensor, groups: int) -> Tensor:
     """The first, block-diagonal half of the output projection: each group of heads has its own low-rank matrix.
 
@@ -57,3 +82,11 @@ def wo_a(out: Tensor, weight: Tensor, groups: int) -> Tensor:
     heads = out.reshape(out.shape[0], groups, -1).transpose(0, 1)
     low_rank = torch.bmm(heads, weight.view(groups, -1, weight.shape[1]).transpose(1, 2))
     return low_rank.transpose(0, 1).flatten(1)
+
+
+@wo_a.native
+def _(out: Tensor, weight: Tensor, groups: int) -> Tensor:
+    rank = weight.shape[0] // groups
+    low_rank = out.new_empty(out.shape[0], weight.shape[0])
+    torch.ops.cedar.wo_a(out, weight, low_rank, groups, weight.shape[1], rank)
+    return low_rank

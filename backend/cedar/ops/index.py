@@ -4,16 +4,123 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cedar.cache.records import RecordPool
-from cedar.cache.rows import ScoreTile
+from cedar.cache.rows import TILE_ELEMENTS, EntryPlan, ScoreTile
 from cedar.cache.store import BlockTable
+from cedar.ops.native import record_code
+from cedar.ops.provider import FusedOp
+from cedar.ops.quant import fq4x
+from cedar.ops.rope import rotate
 
 KEY_ELEMENTS = 1 << 18
 """Elements of index keys that a CPU decodes at a time (1 MiB), so that they are in its cache when they are scored."""
+
+
+class IndexSearch(NamedTuple):
+    """How an index source searches. quantise: round the rotated query to MXFP4. block: positions of a candidate block.
+
+    publish: candidate blocks that are kept for later index sources; 0: this layer is no candidate source.
+    """
+
+    top_k: int
+    weight_scale: float
+    quantise: bool
+    block: int
+    publish: int
+
+
+@FusedOp
+def mqa_logits_topk(
+    query: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: RecordPool,
+    plan: EntryPlan,
+    search: IndexSearch,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The selection of an index source: the positions of the best scores of each row, exactly.
+
+    score[t, j] = sum_h w[t, h] relu(q[t, h] . k[j]) over the entries j < n(t) of row t's sequence, q rotated and, with
+    ``quantise``, rounded, w = weight * weight_scale. query: [T, heads, d], not rotated; weight: [T, heads]; both compute dtype.
+    cos, sin: float32 [T, dr/2] of the rows' positions. pool: index keys. plan: one that asks for scores (it has tiles).
+    candidates: int64 [T, c] the blocks that each row may search in, ascending, then -1; None: all.
+
+    Returns (index, slots, blocks): index int64 [T, width] ascending, then -1; slots their pool rows, then 0; blocks int64
+    [T, publish], the candidate blocks of these scores, None when every row would keep all of its blocks.
+    """
+    query = rotate(query, cos, sin)
+    query = fq4x(query) if search.quantise else query
+    weight = weight.float() * search.weight_scale
+    parts: list[Tensor] = []
+    published: list[Tensor | None] = []
+    for tile in plan.tiles:
+        rows = slice(tile.start, tile.stop)
+        if candidates is None or tile.num_keys <= candidates.shape[1] * search.block:
+            publish = (search.block, search.publish) if search.publish else None
+            k = min(search.top_k, tile.num_keys)
+            index, blocks = dense_topk(query[rows], weight[rows], pool, plan.table, tile, k, publish)
+            published.append(blocks)
+        else:
+            index = _search(query[rows], weight[rows], pool, plan, tile, search, candidates[rows])
+        parts.append(torch.nn.functional.pad(index, (0, plan.width - index.shape[1]), value=-1))
+    index = torch.cat(parts)
+    return index, plan.pool_rows(index), _joined(published, plan, search)
+
+
+@mqa_logits_topk.native
+def _(
+    query: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: RecordPool,
+    plan: EntryPlan,
+    search: IndexSearch,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    index = torch.empty(query.shape[0], plan.width, dtype=torch.int64, device=query.device)
+    slots = torch.empty_like(index)
+    most = max(tile.num_keys for tile in plan.tiles)
+    blocks = index.new_empty(query.shape[0], search.publish) if search.publish and most > search.publish * search.block else None
+    table = plan.table
+    torch.ops.cedar.mqa_logits_topk(
+        *(query, weight, cos, sin, pool.rows, table.pages, plan.base, plan.visible, candidates, index, slots, blocks),
+        *(record_code(pool.record), search.top_k, most, table.per_page, search.block, search.quantise, search.weight_scale),
+    )
+    return index, slots, blocks
+
+
+def _joined(published: list[Tensor | None], plan: EntryPlan, search: IndexSearch) -> Tensor | None:
+    """Blocks of all tiles as one tensor; a tile without any keeps all blocks that its rows see."""
+    if not search.publish or all(blocks is None for blocks in published):
+        return None
+    parts = []
+    for tile, blocks in zip(plan.tiles, published, strict=True):
+        newest = (plan.visible[tile.start : tile.stop, None] - 1).div(search.block, rounding_mode="floor")
+        numbers = torch.arange(search.publish, device=newest.device)
+        parts.append(torch.where(numbers <= newest, numbers, -1) if blocks is None else blocks)
+    return torch.cat(parts)
+
+
+def _search(
+    query: Tensor, weight: Tensor, pool: RecordPool, plan: EntryPlan, tile: ScoreTile, search: IndexSearch, blocks: Tensor
+) -> Tensor:
+    """Selection inside candidate blocks, in runs of rows whose gathered keys fit the element budget."""
+    visible, base = plan.visible[tile.start : tile.stop], plan.base[tile.start : tile.stop]
+    step = max(1, TILE_ELEMENTS // (blocks.shape[1] * search.block * sum(query.shape[1:])))
+    parts = []
+    for start in range(0, query.shape[0], step):
+        run = slice(start, start + step)
+        arguments = (query[run], weight[run], pool, blocks[run], search.block, visible[run], plan.table, base[run], search.top_k)
+        parts.append(sparse_topk(*arguments))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def mqa_logits(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
@@ -87,7 +194,7 @@ def _page_runs(pool: RecordPool, pages: Tensor, per_page: int) -> Iterator[Tenso
         yield pool.load_pages(some, per_page)
 
 
-def mqa_logits_topk(
+def dense_topk(
     query: Tensor,
     weight: Tensor,
     pool: RecordPool,
@@ -118,7 +225,7 @@ def mqa_logits_topk(
     return select(scores, tile.visible, k), blocks
 
 
-def sparse_logits_topk(
+def sparse_topk(
     query: Tensor,
     weight: Tensor,
     pool: RecordPool,
@@ -129,7 +236,7 @@ def sparse_logits_topk(
     base: Tensor,
     k: int,
 ) -> Tensor:
-    """As `mqa_logits_topk`, restricted to each row's candidate blocks; only their keys are read.
+    """As `dense_topk`, restricted to each row's candidate blocks; only their keys are read.
 
     blocks: int64 [R, c], ascending, then -1. visible: int64 [R]. base: int64 [R, 1], `BlockTable.base` of the rows' slots.
     """

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cedar.cache.layout import GlobalRecords, IndexKeyRecords, WindowRecords
+from cedar.cache.records import FloatRecords, RecordFormat
 from cedar.ops.abi import KINDS, OPERATIONS, Operation
 
 ABI_VERSION = 1
@@ -166,3 +168,13 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
 def _raise(library: Library, op: str, status: int) -> None:
     text = library.last_error().decode()
     raise NativeUnsupported(text) if status == UNSUPPORTED else RuntimeError(f"{op}: status {status}: {text}")
+
+
+_RECORDS: dict[type[Any], int] = {WindowRecords: 2, GlobalRecords: 3, IndexKeyRecords: 4}
+
+
+def record_code(record: RecordFormat) -> int:
+    """The library's number of a record format."""
+    if isinstance(record, FloatRecords):
+        return _TYPES[record.dtype]
+    return _RECORDS[type(record)]

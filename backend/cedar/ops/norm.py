@@ -3,8 +3,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """What an RMSNorm needs: weight float32 [d]."""
+
+    weight: Tensor
+    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
