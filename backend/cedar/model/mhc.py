@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.empty(outputs), requires_grad=False)
         self.spread = (hc, hc, hc * hc)
 
-    @property
+    @cached_property
     def mixing(self) -> Mixing:
         """For an operation."""
         return Mixing(self.fn, self.scale, self.base, self.eps, self.norm_eps, self.iterations)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
@@ -66,7 +68,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
         return moe_fp4(x, *self.gate(x, image), self.experts)
 
-    @property
+    @cached_property
     def experts(self) -> Experts:
         """For an operation."""
         return Experts(self.w13, self.w2, self.shared_w13.weight, self.shared_w2.weight, self.limit, self.act_quant)

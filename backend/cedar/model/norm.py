@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
 
-    @property
+    @cached_property
     def norm(self) -> Norm:
         """For an operation."""
         return Norm(self.weight, self.eps)

@@ -2,7 +2,7 @@
 """The kernel library's operations as one table: from it come the C structs, the `torch.library` schemas and the calls.
 
 An operation's line of names is its struct in the order of `cedar_kernels.h`, without the fields that all have (size, device,
-threads in front, workspace behind). First the scalars, then the tensors:
+threads in front, the workspace behind). First the scalars, then the tensors:
 
 * ``name:float`` and ``name:int`` are given by the caller. A bare name follows from the tensors: it is either the type of one
   (``type[...]``) or a dimension (``[rows, dim]``).
@@ -132,16 +132,16 @@ class Operation:
         scalars = [(scalar.name, "float" if scalar.given == "float" else "int") for scalar in self.scalars]
         pointers = [(tensor.name, "pointer") for tensor in self.tensors]
         head = [(name, "int") for name in ("size", "device", "threads")]
-        return [*head, *scalars, *pointers, ("workspace", "pointer")]
+        return [*head, *scalars, *pointers, ("workspace_bytes", "int"), ("workspace", "pointer")]
 
     @property
     def source(self) -> str:
-        """A Python function that checks its arguments and returns the struct of the call.
+        """A Python function that checks its arguments and returns the struct of the call, workspace included.
 
         Written out rather than interpreted: a decode step makes a hundred of these calls, and each check is a few bytecodes.
         Its globals: Struct, SIZE, TYPES, the dtypes of `KINDS` by name, and ``wrong(op, tensor, dims)``, which raises.
         """
-        lines = [f"def build({', '.join(self.parameters)}, device, threads):"]
+        lines = [f"def build({', '.join(self.parameters)}, device, threads, workspace_bytes, workspace):"]
         lines += [f"    {line}" for line in self._derivations()]
         for tensor in self.tensors:
             present = f"{tensor.name} is not None and " if tensor.optional else ""
@@ -152,7 +152,7 @@ class Operation:
             f"{tensor.name}.data_ptr()" + (f" if {tensor.name} is not None else None" if tensor.optional else "")
             for tensor in self.tensors
         ]
-        lines.append(f"    return Struct(SIZE, device, threads, {', '.join(values)}, None)")
+        lines.append(f"    return Struct(SIZE, device, threads, {', '.join(values)}, workspace_bytes, workspace)")
         return "\n".join(lines)
 
     def _is_type(self, scalar: Scalar) -> bool:

@@ -62,7 +62,7 @@ def _(
     if entries is not None:
         entry_rows, entry_index, entry_record = entries.pool.rows, entries.index, record_code(entries.pool.record)
     inputs = (query, cos, sin, sink, window.pool.rows, window.index, entry_rows, entry_index)
-    torch.ops.cedar.mega_attention(*inputs, out, record_code(window.pool.record), entry_record, scale)
+    torch.ops.cedar.mega_attention.default(*inputs, out, record_code(window.pool.record), entry_record, scale)
     return out
 
 
@@ -88,5 +88,5 @@ def wo_a(out: Tensor, weight: Tensor, groups: int) -> Tensor:
 def _(out: Tensor, weight: Tensor, groups: int) -> Tensor:
     rank = weight.shape[0] // groups
     low_rank = out.new_empty(out.shape[0], weight.shape[0])
-    torch.ops.cedar.wo_a(out, weight, low_rank, groups, weight.shape[1], rank)
+    torch.ops.cedar.wo_a.default(out, weight, low_rank, groups, weight.shape[1], rank)
     return low_rank

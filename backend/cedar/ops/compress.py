@@ -61,7 +61,7 @@ def _(
     kv_pool: RecordPool,
     index_pool: RecordPool,
 ) -> None:
-    torch.ops.cedar.compress_store(
+    torch.ops.cedar.compress_store.default(
         projected,
         *(write.rows, write.first, write.open_from, write.open_rows, write.open_to),
         open_rows,

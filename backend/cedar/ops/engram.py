@@ -26,7 +26,7 @@ def engram_gather(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch
 @engram_gather.native
 def _(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(*rows.shape, table.shape[1], dtype=dtype, device=table.device)
-    torch.ops.cedar.engram_gather(rows, table, table_scale, out)
+    torch.ops.cedar.engram_gather.default(rows, table, table_scale, out)
     return out.flatten(1)
 
 
@@ -49,5 +49,5 @@ def engram_gate(streams: Tensor, keys_value: Tensor, qk_weight: Tensor, eps: flo
 @engram_gate.native
 def _(streams: Tensor, keys_value: Tensor, qk_weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(streams)
-    torch.ops.cedar.engram_gate(streams, keys_value, qk_weight, out, eps)
+    torch.ops.cedar.engram_gate.default(streams, keys_value, qk_weight, out, eps)
     return out

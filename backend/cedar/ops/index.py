@@ -90,7 +90,7 @@ def _(
     most = max(tile.num_keys for tile in plan.tiles)
     blocks = index.new_empty(query.shape[0], search.publish) if search.publish and most > search.publish * search.block else None
     table = plan.table
-    torch.ops.cedar.mqa_logits_topk(
+    torch.ops.cedar.mqa_logits_topk.default(
         *(query, weight, cos, sin, pool.rows, table.pages, plan.base, plan.visible, candidates, index, slots, blocks),
         *(record_code(pool.record), search.top_k, most, table.per_page, search.block, search.quantise, search.weight_scale),
     )

@@ -81,7 +81,7 @@ def _(streams: Tensor, written: Written | None, pre: Tensor | None, mixing: Mixi
     normed = None if norm is None else streams.new_empty(rows, hidden)
     inputs = (output, streams, post, comb, pre, fn, scale, base, weight)
     outputs = (new_streams, *(gates or (None, None, None)), normed)
-    torch.ops.cedar.mega_mhc(*inputs, *outputs, iterations, eps, mix_eps, norm_eps)
+    torch.ops.cedar.mega_mhc.default(*inputs, *outputs, iterations, eps, mix_eps, norm_eps)
     return Crossing(streams if new_streams is None else new_streams, gates, normed)
 
 

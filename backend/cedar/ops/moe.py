@@ -37,7 +37,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     ids = torch.empty(x.shape[0], top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(x.shape[0], top_k, dtype=torch.float32, device=x.device)
-    torch.ops.cedar.mega_gate(x, weight, bias, image_bias, image, ids, weights, scaling)
+    torch.ops.cedar.mega_gate.default(x, weight, bias, image_bias, image, ids, weights, scaling)
     return ids, weights
 
 
@@ -71,7 +71,7 @@ def moe_fp4(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor
 @moe_fp4.native
 def _(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     out = torch.empty_like(x)
-    torch.ops.cedar.moe_fp4(x, ids, weights, *experts[:4], out, experts.act_quant, experts.limit)
+    torch.ops.cedar.moe_fp4.default(x, ids, weights, *experts[:4], out, experts.act_quant, experts.limit)
     return out
 
 

@@ -24,7 +24,7 @@ from cedar.ops.abi import KINDS, OPERATIONS, Operation
 
 ABI_VERSION = 1
 LIBRARY = "libcedar_kernels.so"
-UNSUPPORTED = 2
+_UNSUPPORTED, _WORKSPACE = 2, 4
 
 _ROOT = Path(__file__).resolve().parents[3]
 _CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
@@ -108,11 +108,11 @@ class _Scratch(threading.local):
         self.size = 0
         self.pointer = 0
 
-    def at_least(self, size: int) -> int:
-        if size > self.size:
-            self._memory = torch.empty(size + size // 2, dtype=torch.uint8)
-            self.size, self.pointer = self._memory.numel(), self._memory.data_ptr()
-        return self.pointer
+    def grow(self, size: int) -> tuple[int, int]:
+        """At least ``size`` bytes: (bytes, address)."""
+        self._memory = torch.empty(size + size // 2, dtype=torch.uint8)
+        self.size, self.pointer = self._memory.numel(), self._memory.data_ptr()
+        return self.size, self.pointer
 
 
 _scratch = _Scratch()
@@ -140,25 +140,23 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
     first = next(place for place, tensor in enumerate(operation.tensors) if not tensor.optional)
 
     def on_cpu(*arguments: Any) -> None:
-        args = build(*arguments, 0, threads())
-        pointer = byref(args)
-        size = workspace(pointer)
-        if size > 0:
-            args.workspace = _scratch.at_least(size)
-        status = run(pointer, None)
+        args = build(*arguments, 0, threads(), _scratch.size, _scratch.pointer)
+        status = run(byref(args), None)
+        if status == _WORKSPACE:
+            args.workspace_bytes, args.workspace = _scratch.grow(workspace(byref(args)))
+            status = run(byref(args), None)
         if status:
             _raise(library, operation.name, status)
 
     def on_cuda(*arguments: Any) -> None:
         device = arguments[first].device
-        args = build(*arguments, 1, 1)
-        pointer = byref(args)
-        size = workspace(pointer)
+        args = build(*arguments, 1, 1, 0, None)
+        size = workspace(byref(args))
         # freed when this returns, and by the allocator's rule reused only by what comes later on the same stream
-        memory = torch.empty(size, dtype=torch.uint8, device=device) if size > 0 else None
-        args.workspace = None if memory is None else memory.data_ptr()
+        memory = torch.empty(max(size, 0), dtype=torch.uint8, device=device)
+        args.workspace_bytes, args.workspace = size, memory.data_ptr()
         with torch.cuda.device(device):
-            status = run(pointer, torch.cuda.current_stream(device).cuda_stream)
+            status = run(byref(args), torch.cuda.current_stream(device).cuda_stream)
         if status:
             _raise(library, operation.name, status)
 
@@ -167,7 +165,7 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
 
 def _raise(library: Library, op: str, status: int) -> None:
     text = library.last_error().decode()
-    raise NativeUnsupported(text) if status == UNSUPPORTED else RuntimeError(f"{op}: status {status}: {text}")
+    raise NativeUnsupported(text) if status == _UNSUPPORTED else RuntimeError(f"{op}: status {status}: {text}")
 
 
 _RECORDS: dict[type[Any], int] = {WindowRecords: 2, GlobalRecords: 3, IndexKeyRecords: 4}

@@ -40,7 +40,7 @@ def _(
     old = 0 if plan.history is None else plan.history.shape[0]
     staged = ring.rows.new_empty(old + kv.shape[0], ring.record.width)
     indices = (plan.history, plan.store_from, plan.store_to)
-    torch.ops.cedar.window_store(kv, weight, cos, sin, *indices, ring.rows, staged, record_code(ring.record), eps)
+    torch.ops.cedar.window_store.default(kv, weight, cos, sin, *indices, ring.rows, staged, record_code(ring.record), eps)
     table = ring.rows if plan.history is None else staged
     if plan.snapshot_from is not None and plan.snapshot_to is not None:
         ring.store(table.index_select(0, plan.snapshot_from), plan.snapshot_to)

@@ -4,8 +4,9 @@
  *
  * int cedar_<op>(const cedar_<op>_args* args, void* stream) runs one operation; stream is a cudaStream_t (NULL for the CPU). It
  * returns a cedar_status; cedar_last_error() has the text of this thread's last failure. No call allocates device memory or
- * synchronises, and all calls are re-entrant. cedar_<op>_workspace(args) is the number of bytes that args->workspace must have (its
- * content is undefined before and after the call), or -1 on wrong arguments.
+ * synchronises, and all calls are re-entrant. cedar_<op>_workspace(args) is the number of bytes that the caller's workspace must
+ * have (its content is undefined before and after the call), or -1 on wrong arguments; a call with a smaller one returns
+ * CEDAR_WORKSPACE and does nothing.
  *
  * Every field is 8 bytes: a pointer, an int64 or a double. `size` is sizeof of the struct as the caller knows it. Tensors are dense,
  * row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
@@ -33,7 +34,8 @@ typedef enum {
     CEDAR_OK = 0,
     CEDAR_INVALID = 1,     /* an argument contradicts another or the ABI */
     CEDAR_UNSUPPORTED = 2, /* no body for this device, dimension or format: use the reference */
-    CEDAR_FAILED = 3       /* the device refused the launch */
+    CEDAR_FAILED = 3,      /* the device refused the launch */
+    CEDAR_WORKSPACE = 4    /* workspace_bytes is less than cedar_<op>_workspace */
 } cedar_status;
 
 typedef enum { CEDAR_CPU = 0, CEDAR_CUDA = 1 } cedar_device;
@@ -83,6 +85,7 @@ typedef struct {
     float* new_post;           /* [T, hc] */
     float* new_comb;           /* [T, hc, hc] */
     void* normed;              /* [T, hidden] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_mega_mhc_args;
 
@@ -100,6 +103,7 @@ typedef struct {
     const uint8_t* image;      /* optional bool [T]: rows that select with image_bias */
     int64_t* ids;              /* [T, top_k] */
     float* weights;            /* [T, top_k] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_mega_gate_args;
 
@@ -120,6 +124,7 @@ typedef struct {
     const void* shared_w13;    /* [2 inner, hidden] */
     const void* shared_w2;     /* [hidden, inner] */
     void* out;                 /* [T, hidden] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_moe_fp4_args;
 
@@ -137,6 +142,7 @@ typedef struct {
     const void* weight;        /* [out, in] */
     const float* norm_weight;  /* optional [out] */
     void* y;                   /* [T, out] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_mxfp8_linear_args;
 
@@ -150,6 +156,7 @@ typedef struct {
     const void* x;             /* [T, groups, in] */
     const void* weight;        /* [groups rank, in] */
     void* y;                   /* [T, groups rank] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_wo_a_args;
 
@@ -175,6 +182,7 @@ typedef struct {
     const int64_t* store_to;   /* [stores] ring rows */
     void* ring;
     void* table;               /* [history_rows + T] records */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_window_store_args;
 
@@ -206,6 +214,7 @@ typedef struct {
     const int64_t* slots;       /* [groups] pool rows */
     void* kv_pool;
     void* index_pool;
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_compress_store_args;
 
@@ -240,6 +249,7 @@ typedef struct {
     int64_t* index;            /* [T, width] */
     int64_t* slots;            /* [T, width] */
     int64_t* published;        /* optional [T, published_blocks] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_mqa_logits_topk_args;
 
@@ -261,6 +271,7 @@ typedef struct {
     const void* entries;       /* optional pool */
     const int64_t* entry_index;  /* [T, entry_width] */
     void* out;                 /* [T, heads, dim] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_mega_attention_args;
 
@@ -274,6 +285,7 @@ typedef struct {
     const uint8_t* table;      /* [table_rows, dim] E4M3 */
     const uint8_t* table_scale; /* [table_rows, dim / 32] UE8M0 */
     void* out;                 /* [T, columns dim] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_engram_gather_args;
 
@@ -288,6 +300,7 @@ typedef struct {
     const void* keys_value;    /* [T, hc + 1, hidden] */
     const float* qk_weight;    /* [hc, hidden] */
     void* new_streams;         /* [T, hc, hidden] */
+    int64_t workspace_bytes;
     void* workspace;
 } cedar_engram_gate_args;
 

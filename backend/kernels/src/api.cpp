@@ -79,10 +79,11 @@ const char* cedar_build_info(void) {
 #define CEDAR_DEFINE(op)                                                                                    \
     int cedar_##op(const cedar_##op##_args* args, void* stream) {                                           \
         if (const int status = check(args)) return status;                                                  \
+        if (args->rows == 0) return CEDAR_OK;                                                               \
         if (args->device == CEDAR_CUDA) return CEDAR_ON_CUDA(op);                                           \
         if (const int status = check_cpu(*args)) return status;                                             \
-        if (args->workspace == nullptr && cpu().op##_workspace(*args) > 0)                                  \
-            return fail(CEDAR_INVALID, #op ": workspace is NULL");                                          \
+        if (args->workspace_bytes < cpu().op##_workspace(*args))                                            \
+            return fail(CEDAR_WORKSPACE, #op ": workspace has %lld bytes", (long long)args->workspace_bytes);\
         cpu().op(*args);                                                                                    \
         return CEDAR_OK;                                                                                    \
     }                                                                                                       \

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears of the library against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cedar.ops.attention import wo_a
+from cedar.ops.linear import mxfp8_linear
+from cedar.ops.norm import Norm
+from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 70),
+    st.integers(1, 300),
+    st.integers(1, 90),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_linear_differs_from_the_reference(
+    rows: int, inner: int, outputs: int, dtype: torch.dtype, weight_dtype: torch.dtype, quantised: bool, normed: bool
+) -> None:
+    if dtype is torch.float32:
+        weight_dtype = dtype
+    if quantised:
+        inner = 32 * (1 + inner // 32)
+    g = seeded(rows + inner)
+    x, weight = torch.randn(rows, inner, generator=g).to(dtype), torch.randn(outputs, inner, generator=g).to(weight_dtype)
+    norm = Norm(torch.rand(outputs, generator=g), 1e-20) if normed else None
+    actual, expected = run_native(mxfp8_linear, x, weight, quantised, norm), mxfp8_linear(x, weight, quantised, norm)
+    assert actual.dtype is expected.dtype
+    assert_close(actual, expected, tolerance(weight_dtype) * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_depends_on_its_batch_or_on_the_threads(dtype: torch.dtype, threads: int) -> None:
+    g = seeded(1)
+    x, weight = torch.randn(150, 96, generator=g).to(dtype), torch.randn(333, 96, generator=g).to(dtype)
+    norm = Norm(torch.rand(333, generator=g), 1e-6)
+    before = torch.get_num_threads()
+    alone = run_native(mxfp8_linear, x, weight, True, norm)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(run_native(mxfp8_linear, x, weight, True, norm), alone)
+        assert_rows_alone(lambda part: [run_native(mxfp8_linear, x[part], weight, True, norm)], 150)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_nan_spreads_to_other_rows() -> None:
+    x, weight = torch.randn(9, 64), torch.randn(40, 64)
+
+    def poison() -> None:
+        x[3] = torch.nan
+
+    assert_nan_stays(lambda: [run_native(mxfp8_linear, x, weight, True, Norm(torch.ones(40), 1e-6))], poison, 3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 100), st.integers(1, 40), st.sampled_from(DTYPES))
+def test_the_grouped_projection_differs_from_the_reference(rows: int, groups: int, inner: int, rank: int, dtype: torch.dtype) -> None:
+    g = seeded(rows)
+    out, weight = torch.randn(rows, groups, inner, generator=g).to(dtype), torch.randn(groups * rank, inner, generator=g).to(dtype)
+    assert_close(run_native(wo_a, out, weight, groups), wo_a(out, weight, groups), tolerance(dtype) * 2)
+    assert_rows_alone(lambda part: [run_native(wo_a, out[part], weight, groups)], rows)
