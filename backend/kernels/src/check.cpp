@@ -119,7 +119,7 @@ REQUIRE(a.heads > 0 && a.window_width >= 0 && a.entry_width >= 0);
 REQUIRE(a.query && a.sink && a.out);
 REQUIRE(a.pairs == 0 || (a.cos && a.sin));
 REQUIRE(a.window_width == 0 || (a.window && a.window_index));
-REQUIRE(a.entries == nullptr || (fits(a.entry_record, a.dim) && a.entry_index));
+REQUIRE(a.entries == nullptr || a.entry_width == 0 || (fits(a.entry_record, a.dim) && a.entry_index));
 CEDAR_END
 
 CEDAR_BEGIN(engram_gather)
