@@ -75,12 +75,10 @@ def test_a_row_reads_another_position_as_window_key(case: Case) -> None:
         assert history[0] == 0
         where = {row: rings[ring] for row, ring in enumerate(history) if row}
         where |= {len(history) + row: (s.blocks.slot, position) for row, (s, position) in enumerate(case.rows())}
-    index, bias = plan.view.index.numpy(), plan.view.bias[:, 0].numpy()
+    index = plan.view.index.numpy()
     for row, (segment, position) in enumerate(case.rows()):
         for column, seen in enumerate(range(position - window + 1, position + 1)):
-            visible = seen >= segment.window_floor
-            assert bias[row, column] == (0 if visible else -np.inf)
-            if visible:
+            if seen >= segment.window_floor:
                 assert where[index[row, column]] == (segment.blocks.slot, seen)
             else:
                 assert index[row, column] == 0
@@ -129,14 +127,11 @@ def test_groups_are_paired_or_stored_wrongly(case: Case, ratio: int) -> None:
 @given(batches(), st.sampled_from([1, 2]))
 def test_a_row_sees_entries_that_it_must_not(case: Case, ratio: int) -> None:
     plan = case.plan()
-    entries, topk, window = plan.entries[ratio], case.geometry.topk, case.geometry.window
+    entries, topk = plan.entries[ratio], case.geometry.topk
     counts = [(position + 1) // ratio for _, position in case.rows()]
     assert entries.visible.tolist() == counts
     assert entries.width == min(topk, max(counts))
     assert entries.ragged == any(count < entries.width for count in counts)
-    joint = plan.view.joint_bias[ratio][:, 0]
-    assert torch.equal(joint[:, :window], plan.view.bias[:, 0])
-    assert torch.isfinite(joint[:, window:]).sum(1).tolist() == [min(count, entries.width) for count in counts]
     everything = torch.arange(max(counts)).expand(len(counts), -1)
     rows = entries.table.rows(entries.base, everything.where(everything < entries.visible[:, None], 0))
     for row, (segment, _) in enumerate(case.rows()):

@@ -20,18 +20,17 @@ ROWS, HEADS, DIM, WINDOW, SELECTED = 5, 3, 16, 4, 6
 def inputs(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     angle = torch.randn(ROWS, 4, generator=generator)
-    bias = torch.where(torch.rand(ROWS, 1, WINDOW + SELECTED, generator=generator) < 0.3, -torch.inf, 0.0)
-    bias[:, :, WINDOW - 1] = 0
+    masked = torch.rand(ROWS, WINDOW + SELECTED, generator=generator) < 0.3
+    masked[:, WINDOW - 1] = False
     return {
         "query": torch.randn(ROWS, HEADS, DIM, generator=generator).to(dtype),
         "cos": angle.cos(),
         "sin": angle.sin(),
         "sink": torch.randn(HEADS, generator=generator),
-        "bias": bias,
         "window": torch.randn(20, DIM, generator=generator).to(dtype),
         "entries": torch.randn(30, DIM, generator=generator).to(dtype),
-        "window_index": torch.randint(1, 20, (ROWS, WINDOW), generator=generator),
-        "entry_index": torch.randint(1, 30, (ROWS, SELECTED), generator=generator),
+        "window_index": torch.randint(1, 20, (ROWS, WINDOW), generator=generator).masked_fill(masked[:, :WINDOW], 0),
+        "entry_index": torch.randint(1, 30, (ROWS, SELECTED), generator=generator).masked_fill(masked[:, WINDOW:], 0),
     }
 
 
@@ -41,7 +40,7 @@ def run(x: dict[str, torch.Tensor], max_elements: int = 1 << 20) -> torch.Tensor
         RecordView(RecordPool(record, x["window"]), x["window_index"]),
         RecordView(RecordPool(record, x["entries"]), x["entry_index"]),
     ]
-    return mega_attention(x["query"], x["cos"], x["sin"], x["sink"], x["bias"], views, DIM**-0.5, max_elements)
+    return mega_attention(x["query"], x["cos"], x["sin"], x["sink"], views, DIM**-0.5, max_elements)
 
 
 def test_output_differs_from_the_formula() -> None:
@@ -51,8 +50,8 @@ def test_output_differs_from_the_formula() -> None:
     expected = torch.zeros(ROWS, HEADS, DIM, dtype=torch.float64)
     for row in range(ROWS):
         for head in range(HEADS):
-            scores = keys[row] @ query[row, head] * DIM**-0.5 + x["bias"][row, 0].double()
-            weights = scores.exp()
+            scores = keys[row] @ query[row, head] * DIM**-0.5
+            weights = scores.exp() * (torch.cat([x["window_index"], x["entry_index"]], 1)[row] != 0)
             expected[row, head] = weights @ keys[row] / (weights.sum() + math.exp(float(x["sink"][head])))
     expected = rotate(expected.float(), x["cos"], x["sin"], inverse=True)
     torch.testing.assert_close(run(x), expected, atol=1e-6, rtol=1e-5)
@@ -77,9 +76,9 @@ def test_bfloat16_sums_are_not_float32() -> None:
 def test_a_masked_key_leaks_through_a_zero_weight() -> None:
     """A masked index reads the null row, so another row's infinities cannot become 0 * inf."""
     x = inputs()
-    x["bias"][:, :, 0] = -torch.inf
     x["window_index"][:, 0] = 0
     x["window"][0] = 0
+    x["entries"][0] = 0
     clean = run(x)
     x["window"][1:][~torch.isin(torch.arange(1, 20), x["window_index"])] = torch.inf
     torch.testing.assert_close(run(x), clean, atol=0, rtol=0)

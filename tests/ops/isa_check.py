@@ -34,7 +34,7 @@ def main(isa: str) -> None:
         streams, gates, normed = mega_mhc(streams, None, pre, mixing, Norm(torch.ones(50), 1e-20))
         assert gates is not None and normed is not None
         attended = mega_attention(
-            torch.randn(9, 3, 64, generator=g), angle.cos(), angle.sin(), torch.zeros(3), torch.zeros(0), keys, 0.125, 1
+            torch.randn(9, 3, 64, generator=g), angle.cos(), angle.sin(), torch.zeros(3), keys, 0.125, 1
         )
         results = [mxfp8_linear(x, w), *gates, normed, attended]
     digest = hashlib.sha256()

@@ -20,7 +20,6 @@ from cedar.cache.store import BlockTable, Int64Array, SequenceBlocks
 from cedar.config.model import ModelConfig
 
 BoolArray = npt.NDArray[np.bool_]
-Float32Array = npt.NDArray[np.float32]
 
 TILE_ELEMENTS = 1 << 23
 """float32 elements that one tile of index scores or gathered keys may hold (32 MiB)."""
@@ -77,15 +76,9 @@ class WindowPlan:
 
 @dataclass(frozen=True)
 class WindowView:
-    """The window keys of each row, in a table of records whose row 0 is null.
-
-    index: int64 [T, W] by ascending position; 0: masked. bias: float32 [T, 1, W], 0 or -inf. joint_bias: per ratio, the same
-    followed by the bias of the row's selected entries, [T, 1, W + width].
-    """
+    """The window keys of each row, in a table of records whose row 0 is null. index: int64 [T, W] by ascending position; 0: masked."""
 
     index: Tensor
-    bias: Tensor
-    joint_bias: dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -228,25 +221,16 @@ class _Builder:
     def plan(self, tables: Mapping[int, BlockTable], cut_index: Int64Array | None) -> RowPlan:
         window, index = self._window()
         entries = {ratio: self._entry_plan(ratio, table) for ratio, table in tables.items()}
-        view = self._view(index, self.in_window, entries)
+        view = WindowView(self._tensor(index))
         return RowPlan(
             num_rows=self.num_rows,
             offsets=self.offsets,
             positions=self._tensor(self.position),
             window=window,
             view=view,
-            cut_view=view if cut_index is None else self._view(cut_index, cut_index != 0, entries),
+            cut_view=view if cut_index is None else WindowView(self._tensor(cut_index)),
             window_index=index,
             entries=entries,
-        )
-
-    def _view(self, index: Int64Array, visible: BoolArray, entries: dict[int, EntryPlan]) -> WindowView:
-        bias = _bias(visible)
-        joint = {ratio: np.concatenate([bias, _bias(self._selected(ratio, plan.width))], 1) for ratio, plan in entries.items()}
-        return WindowView(
-            self._tensor(index),
-            self._tensor(bias[:, None]),
-            {ratio: self._tensor(both[:, None]) for ratio, both in joint.items()},
         )
 
     def _selected(self, ratio: int, width: int) -> BoolArray:
@@ -368,7 +352,3 @@ class _Builder:
         return ScoreTile(
             int(start), int(stop), len(slots), num_keys, slots if scored else None, self._tensor(rows) if ragged else None
         )
-
-
-def _bias(counts: BoolArray) -> Float32Array:
-    return np.where(counts, np.float32(0), np.float32(-np.inf))

@@ -89,12 +89,11 @@ class Attention(nn.Module):
             if self.spec.candidate_source:
                 state.candidates = state.selection.blocks
         selection = state.selection if self.spec.ratio else None
-        bias = state.view.bias if selection is None else state.view.joint_bias[self.spec.ratio]
         rotation = state.rotations.rows(self.spec.ratio > 0)
         keys = [RecordView(RecordPool(state.cache.window(self.spec.index).record, window.table), state.view.index)]
         if selection is not None and self.spec.kv_source is not None:
             keys.append(RecordView(state.cache.kv(self.spec.kv_source), selection.slots))
-        out = mega_attention(query, *rotation, self.attn_sink, bias, keys, self.scale, TILE_ELEMENTS)
+        out = mega_attention(query, *rotation, self.attn_sink, keys, self.scale, TILE_ELEMENTS)
         hidden: Tensor = self.wo_b(wo_a(out, self.wo_a.weight, self.groups))
         return hidden
 

@@ -20,7 +20,6 @@ def mega_attention(
     cos: Tensor,
     sin: Tensor,
     sink: Tensor,
-    bias: Tensor,
     keys: Sequence[RecordView],
     scale: float,
     max_elements: int,
@@ -29,12 +28,14 @@ def mega_attention(
 
     query: [T, H, d], not rotated, compute dtype. cos, sin: float32 [T, dr/2] of the rows' positions. sink: float32 [H], an
     unscaled logit that adds to the denominator only. keys: the window and, in layers with a ratio, the selected entries, N keys
-    a row in all. bias: float32 [T, 1, N], 0, or -inf where a key's index is 0. For row t and head h, with s_n = scale * q_h . key_n
-    + bias_n: out = sum_n exp(s_n) key_n / (sum_n exp(s_n) + exp(sink_h)), all in float32, rounded once to the compute dtype.
+    a row in all; an index of 0 masks a key. For row t and head h, with s_n = scale * q_h . key_n over the keys that are not masked:
+    out = sum_n exp(s_n) key_n / (sum_n exp(s_n) + exp(sink_h)), all in float32, rounded once to the compute dtype; 0 of no key.
     Rows are tiled so that at most ``max_elements`` key elements exist at a time. Returns [T, H, d].
     """
     rows, _, dim = query.shape
     query = rotate(query, cos, sin)
+    index = torch.cat([view.index for view in keys], dim=1)
+    bias = torch.zeros(index.shape, device=index.device).masked_fill_(index == 0, -torch.inf)[:, None]
     tile = max(1, max_elements // (bias.shape[-1] * dim))
     parts = []
     for start in range(0, rows, tile):
@@ -51,7 +52,6 @@ def _(
     cos: Tensor,
     sin: Tensor,
     sink: Tensor,
-    bias: Tensor,
     keys: Sequence[RecordView],
     scale: float,
     max_elements: int,
