@@ -14,7 +14,7 @@ from cedar.engine.memory import ModelSequence
 from cedar.engine.request import DecoderReplay
 from cedar.engine.runner import ModelRunner
 from cedar.engine.work import DecodeWork, PrefillWork, StepWork, TailWork
-from golden_support import case_arrays, cases, load_runner, open_sequence, prefill, recorded, relative_error, tail
+from golden_support import case_arrays, cases, decode, load_runner, open_sequence, prefill, recorded, relative_error, tail
 from native_support import native_library
 
 NAMES = ("tiny-a", "tiny-b")
@@ -131,3 +131,34 @@ def test_the_tail_after_chunks_differs_from_the_whole_prompt() -> None:
         tails.append(tail(runner, seq))
         runner.close(seq)
     assert np.array_equal(*tails)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_recorded_pass_differs_from_its_operations(dtype: str) -> None:
+    """Decode steps are repeated passes; the prefill of the same tokens runs its operations one by one. Their logits are one."""
+    runner = embedded("native", dtype)
+    ids = text_like(runner.vocab_size, 90, 4)
+    whole = scored(runner, ids, None)
+    seq = open_sequence(runner, DecoderReplay.OFF, len(ids))
+    try:
+        prefill(runner, seq, ids[:10])
+        tail(runner, seq)
+        for n in range(10, len(ids)):
+            assert np.array_equal(decode(runner, seq, ids[n]), whole[n]), n
+    finally:
+        runner.close(seq)
+
+
+def test_a_recorded_pass_reads_an_unreserved_page() -> None:
+    runner = embedded("native")
+    ids = text_like(runner.vocab_size, runner.cache.page_tokens, 5)
+    seq = open_sequence(runner, DecoderReplay.BOUNDED, len(ids))
+    try:
+        prefill(runner, seq, ids)
+        tail(runner, seq)
+        with pytest.raises(RuntimeError, match="is not reserved"):
+            runner.step(StepWork(decodes=[DecodeWork(seq, len(ids), 7)]))
+        assert runner.reserve(seq, len(ids) + 1)
+        runner.step(StepWork(decodes=[DecodeWork(seq, len(ids), 7)]))
+    finally:
+        runner.close(seq)

@@ -88,6 +88,7 @@ class WritePlan:
     rows: int64 [g] the row that ends each group; None: every row. slots: int64 [g] entry rows of the pools.
     positions: int64 [g] first token of the group. first: int64 [g] the other row of a ratio-2 group, in the table
     (open rows of slots ``open_from`` ++ the step's rows). open_rows/open_to: rows that leave their group open, and their slots.
+    masked: slots and open_to may hold -1, where nothing is stored.
     """
 
     rows: Tensor | None
@@ -97,6 +98,7 @@ class WritePlan:
     open_from: Tensor | None = None
     open_rows: Tensor | None = None
     open_to: Tensor | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True)

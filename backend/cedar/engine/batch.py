@@ -75,16 +75,17 @@ class BatchBuilder:
         """Rows of at least one chunk, each of a different sequence."""
         segments = [chunk.segment for chunk in chunks]
         plan = RowPlan.build(segments, self._geometry, self._encoder_tables, self._device, writes=True)
-        with_history = [chunk.seq.with_history(chunk.token_ids) for chunk in chunks]
-        ids = np.concatenate(with_history)
-        counts = np.diff(plan.offsets)
-        at = ragged_arange(plan.offsets[:-1] + self.lookback * np.arange(1, len(chunks) + 1), counts)
-        engram_rows = {}
-        if self.lookback:
-            hashed = self._hasher.rows(ids[at[:, None] - np.arange(self.lookback + 1)])
-            engram_rows = {layer: torch.from_numpy(rows) for layer, rows in hashed.items()}
-        token_ids = torch.from_numpy(ids[at]).to(self._device, non_blocking=True)
+        ids, hashed = self.tokens(chunks)
+        engram_rows = {layer: torch.from_numpy(rows) for layer, rows in hashed.items()}
+        token_ids = torch.from_numpy(ids).to(self._device, non_blocking=True)
         return EncoderBatch(segments, plan, token_ids, engram_rows, _spans(plan))
+
+    def tokens(self, chunks: Sequence[Chunk]) -> tuple[Int64Array, dict[int, Int64Array]]:
+        """Token ids int64 [T] of the chunks' rows, and the table rows int64 [T, columns] of each Engram layer."""
+        ids = np.concatenate([chunk.seq.with_history(chunk.token_ids) for chunk in chunks])
+        counts = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+        at = ragged_arange(np.cumsum(counts) - counts + self.lookback * np.arange(1, len(chunks) + 1), counts)
+        return ids[at], self._hasher.rows(ids[at[:, None] - np.arange(self.lookback + 1)]) if self.lookback else {}
 
     def decoder(
         self, tails: Sequence[ModelSequence], chunks: Sequence[int], encoded: tuple[EncoderBatch, Boundary] | None

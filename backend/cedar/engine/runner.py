@@ -17,6 +17,7 @@ from cedar.engine.batch import BatchBuilder, Chunk, EncoderBatch
 from cedar.engine.budget import cache_formats, plan_cache
 from cedar.engine.device import CpuThreads, free_memory, resolve_device, resolve_dtype
 from cedar.engine.hits import PrefixHits, SnapshotTask
+from cedar.engine.graphs import DecodeGraphs
 from cedar.engine.memory import ModelSequence
 from cedar.engine.replay import EncodedSequence, SeamSizes
 from cedar.engine.request import DecoderReplay
@@ -26,6 +27,7 @@ from cedar.model.checkpoint import load_weights
 from cedar.model.embedded import embedded_model_dir
 from cedar.model.engram import EngramHasher, TokenMap
 from cedar.model.transformer import Boundary, Transformer
+from cedar.ops.abi import OPERATIONS
 from cedar.ops.provider import Choice, choose, using
 
 Progress = Callable[[int, int, str], None]
@@ -58,6 +60,8 @@ class ModelRunner:
         self._device = device
         self._threads = threads
         self._ops = ops
+        can_record = device.type == "cpu" and ops.native_ops == set(OPERATIONS)
+        self._graphs = DecodeGraphs(model, cache, cache.tables) if can_record else None
         self._batches = BatchBuilder(model.config, hasher, cache.tables, device)
         self._seam = SeamSizes.of(model.config, model.dtype, cache.window(model.config.cut).record)
         self._hits = PrefixHits(cache, model.config.sliding_window, self._seam.rows, enabled=prefix_cache)
@@ -210,6 +214,13 @@ class ModelRunner:
         return result
 
     def _run(self, work: StepWork, chunks: list[Chunk], tail_rows: int | None) -> StepResult:
+        if self._graphs is not None and len(work.decodes) == len(chunks) and not (work.tails or any(c.snapshots for c in chunks)):
+            self._threads.use(len(chunks))
+            ids, engram_rows = self._batches.tokens(chunks)
+            logits = self._graphs.run([chunk.segment for chunk in chunks], torch.from_numpy(ids), engram_rows)
+            for chunk in chunks:
+                chunk.seq.advance(chunk.token_ids)
+            return StepResult(logits)
         encoded = self._encode(chunks) if chunks else None
         if encoded is not None:
             self._keep_boundary(work.prefills, *encoded)
@@ -236,7 +247,7 @@ class ModelRunner:
     def _encode(self, chunks: list[Chunk]) -> tuple[EncoderBatch, Boundary]:
         batch = self._batches.encoder(chunks)
         self._threads.use(batch.plan.num_rows)
-        return batch, self.model.encode(batch.token_ids, batch.engram_rows, batch.plan, self.cache)
+        return batch, self.model.encode(self.model.streams(batch.token_ids), batch.engram_rows, batch.plan, self.cache)
 
     def _keep_boundary(self, prefills: Sequence[PrefillWork], batch: EncoderBatch, boundary: Boundary) -> None:
         for item, span in zip(prefills, batch.spans, strict=False):

@@ -56,6 +56,20 @@ class Rotations:
             self._groups[ratio] = self._tables[True](positions)
         return self._groups[ratio]
 
+    def refresh(self) -> None:
+        """The plan's positions changed: the tensors that were handed out follow them."""
+        for compressed, rotation in self._rows.items():
+            _replace(rotation, self._tables[compressed](self._plan.positions))
+        for ratio, rotation in self._groups.items():
+            write = self._plan.entries[ratio].write
+            assert write is not None
+            _replace(rotation, self._tables[True](write.positions))
+
+
+def _replace(old: CosSin, new: CosSin) -> None:
+    for before, after in zip(old, new, strict=True):
+        before.copy_(after)
+
 
 @dataclass
 class PassState:

@@ -28,6 +28,11 @@ class LayerWork:
     layers: list[int]
     source_rows: int = 0
 
+    def repeat(self, rows: int) -> None:
+        """Rows that ran through everything in a recorded pass."""
+        self.layers[:] = [count + rows for count in self.layers]
+        self.source_rows += rows
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -62,16 +67,24 @@ class Transformer(nn.Module):
         self.work = LayerWork([0] * len(self.layers))
         self._rope = tuple(RopeTable(config, compressed, self.head.device) for compressed in (False, True))
 
-    def encode(self, token_ids: Tensor, engram_rows: dict[int, Tensor], plan: RowPlan, cache: KVCache) -> Boundary:
+    def streams(self, token_ids: Tensor) -> Tensor:
+        """What enters layer 0: the embedding in every stream. int64 [T] -> [T, hc, D]."""
+        return self.embed.index_select(0, token_ids)[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+
+    def rotations(self, plan: RowPlan) -> Rotations:
+        """cos and sin of a batch's positions."""
+        return Rotations(plan, *self._rope)
+
+    def encode(
+        self, streams: Tensor, engram_rows: dict[int, Tensor], plan: RowPlan, cache: KVCache, rotations: Rotations | None = None
+    ) -> Boundary:
         """Layers 0..cut-1 and the cut layer's KV projection on every row of ``plan`` (built with ``writes``).
 
-        token_ids: int64 [T]. engram_rows: int64 [T, columns] per Engram layer.
+        streams: `streams` of the rows' tokens. engram_rows: int64 [T, columns] per Engram layer.
         """
-        embedded = self.embed.index_select(0, token_ids)
-        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
-        pre = torch.zeros(plan.num_rows, self.config.hc_mult, device=embedded.device)
+        pre = torch.zeros(plan.num_rows, self.config.hc_mult, device=streams.device)
         pre[:, 0] = 1.0
-        state = PassState(plan, cache, Rotations(plan, *self._rope), plan.view, engram_rows)
+        state = PassState(plan, cache, rotations or self.rotations(plan), plan.view, engram_rows)
         residual = Residual(streams, pre)
         for layer in self.layers[: self.config.cut]:
             residual = self._launch(layer, residual, state)
@@ -79,9 +92,9 @@ class Transformer(nn.Module):
         streams, window = self._cut_layer.write(residual, state)
         return Boundary(streams, residual.pre, window)
 
-    def decode(self, boundary: Boundary, plan: RowPlan, cache: KVCache) -> Tensor:
+    def decode(self, boundary: Boundary, plan: RowPlan, cache: KVCache, rotations: Rotations | None = None) -> Tensor:
         """Layers cut..L-1 on the rows of ``plan``, whose cut layer KV `encode` wrote. Returns [n, D] after the final norm."""
-        state = PassState(plan, cache, Rotations(plan, *self._rope), plan.cut_view)
+        state = PassState(plan, cache, rotations or self.rotations(plan), plan.cut_view)
         residual = self._launch(self._cut_layer, Residual(boundary.streams, boundary.pre), state, boundary.window)
         state.view = plan.view
         for layer in self.layers[self.config.cut + 1 :]:

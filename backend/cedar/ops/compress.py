@@ -40,14 +40,18 @@ def compress_store(
 
     projected: ratio 1, the rows' values [T, head_dim], compute dtype; ratio 2, ``kv | gate`` float32 [T, 2 head_dim]. open_rows:
     float32 [slots, 2 head_dim] (ratio 2), where the row of a token whose group stays open is kept. cos, sin: float32 [g, dr/2] at
-    the position of each group's FIRST token. Both entries are encoded whole, after the rotation is rounded to the compute dtype.
+    the position of each group's FIRST token. Where the plan is masked, negative slots and rows are left alone. Both entries are encoded whole, after the rotation is rounded to the compute dtype.
     """
     latent = latents(projected, open_rows, write, weights)
+    slots = write.slots
+    if write.masked:
+        stored = slots >= 0
+        latent, cos, sin, slots = latent[stored], cos[stored], sin[stored], slots[stored]
     if not latent.shape[0]:
         return
-    kv_pool.store(kv_pool.record.encode(rotate(latent, cos, sin)), write.slots)
+    kv_pool.store(kv_pool.record.encode(rotate(latent, cos, sin)), slots)
     key = rms_norm(torch.nn.functional.linear(latent, weights.wk), weights.key_norm, weights.eps)
-    index_pool.store(index_pool.record.encode(rotate(key, cos, sin)), write.slots)
+    index_pool.store(index_pool.record.encode(rotate(key, cos, sin)), slots)
 
 
 @compress_store.native
@@ -81,7 +85,8 @@ def latents(projected: Tensor, open_rows: Tensor | None, write: WritePlan, weigh
         return rms_norm(projected if write.rows is None else projected.index_select(0, write.rows), weights.norm, weights.eps)
     table = projected if write.open_from is None else torch.cat([open_rows.index_select(0, write.open_from), projected])
     if write.open_rows is not None and write.open_to is not None:
-        open_rows.index_copy_(0, write.open_to, projected.index_select(0, write.open_rows))
+        kept = write.open_to >= 0 if write.masked else slice(None)
+        open_rows.index_copy_(0, write.open_to[kept], projected.index_select(0, write.open_rows[kept]))
     if write.first is None or write.rows is None or not len(write.rows):
         return weights.wk.new_empty(0, weights.wk.shape[1])
     pooled = pool_pairs(table.index_select(0, write.first), projected.index_select(0, write.rows))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Library:
             raise NativeUnavailable(f"{path} has ABI version {version}, this Cedar needs {ABI_VERSION}; build it again")
         self.info = info.decode()
         self.last_error = self._function("cedar_last_error", ctypes.c_char_p)
+        self.replay = self._function("cedar_replay", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
         function = getattr(self._dll, name)
@@ -118,6 +120,63 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+class Recording:
+    """Operations of a CPU pass, to be carried out again on the same tensors, whatever these hold then.
+
+    It keeps the tensors alive: inputs, results and everything in between. Between two replays only the caller's own writes to the
+    inputs happen. Nothing but ``torch.ops.cedar`` may have run in the pass.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._calls: list[tuple[Any, Any, ctypes.Structure]] = []
+        self._kept: list[tuple[Any, ...]] = []
+
+    def add(self, run: Any, workspace: Any, args: ctypes.Structure, arguments: tuple[Any, ...]) -> None:
+        """One more operation, which was just carried out."""
+        self._calls.append((run, workspace, args))
+        self._kept.append(arguments)
+
+    def seal(self) -> None:
+        """The pass is over. Its operations take turns in one workspace."""
+        size = max(workspace(ctypes.byref(args)) for _, workspace, args in self._calls)
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        self._array = (_Call * len(self._calls))()
+        for place, (run, _, args) in zip(self._array, self._calls, strict=True):
+            args.workspace_bytes, args.workspace = size, self._memory.data_ptr()  # type: ignore[attr-defined]
+            place.function, place.args = ctypes.cast(run, ctypes.c_void_p), ctypes.addressof(args)
+
+    def replay(self) -> None:
+        """Carry everything out."""
+        status = self._library.replay(self._array, len(self._array), None)
+        if status:
+            _raise(self._library, "replay", status)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (("function", ctypes.c_void_p), ("args", ctypes.c_void_p))
+
+
+class _Active(threading.local):
+    """The recording that this thread's calls go to."""
+
+    recording: Recording | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Carry out and record the operations of the block."""
+    _active.recording = recorded = Recording(load())
+    try:
+        yield recorded
+    finally:
+        _active.recording = None
+    recorded.seal()
+
+
 def _register(library: Library, operation: Operation) -> None:
     on_cpu, on_cuda = _calls(library, operation)
     _NAMESPACE.define(operation.schema)
@@ -147,6 +206,8 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
             status = run(byref(args), None)
         if status:
             _raise(library, operation.name, status)
+        if _active.recording is not None:
+            _active.recording.add(run, workspace, args, arguments)
 
     def on_cuda(*arguments: Any) -> None:
         device = arguments[first].device

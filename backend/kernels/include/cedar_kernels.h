@@ -189,7 +189,7 @@ typedef struct {
 /*
  * Compressed KV and index keys of the groups that end in a step. projected: ratio 1, the values; ratio 2, float32 kv | gate.
  * Group g pools rows first[g] of (open rows open_from ++ the step's rows) and group_rows[g] of the step's rows; then projected
- * row open_rows[i] becomes open row open_to[i].
+ * row open_rows[i] becomes open row open_to[i]. A negative slot or open_to: nothing is stored.
  */
 typedef struct {
     uint64_t size;
@@ -211,7 +211,7 @@ typedef struct {
     const float* index_norm_weight; /* [index_dim] */
     const float* cos;           /* [groups, pairs] */
     const float* sin;
-    const int64_t* slots;       /* [groups] pool rows */
+    const int64_t* slots;       /* [groups] pool rows, negative: none */
     void* kv_pool;
     void* index_pool;
     int64_t workspace_bytes;
@@ -303,6 +303,15 @@ typedef struct {
     int64_t workspace_bytes;
     void* workspace;
 } cedar_engram_gate_args;
+
+/* A call of one of the operations below. */
+typedef struct {
+    int (*function)(const void* args, void* stream);
+    const void* args;
+} cedar_call;
+
+/* Make count calls in order, up to the first that fails. */
+CEDAR_API int cedar_replay(const cedar_call* calls, int64_t count, void* stream);
 
 #define CEDAR_OPS(X) \
     X(mega_mhc)      \

@@ -68,6 +68,12 @@ const char* cedar_build_info(void) {
     return text;
 }
 
+int cedar_replay(const cedar_call* calls, int64_t count, void* stream) {
+    for (int64_t n = 0; n < count; ++n)
+        if (const int status = calls[n].function(calls[n].args, stream)) return status;
+    return CEDAR_OK;
+}
+
 #ifdef CEDAR_WITH_CUDA
 #define CEDAR_ON_CUDA(op) cuda::op(*args, stream)
 #define CEDAR_CUDA_WORKSPACE(op) cuda::op##_workspace(*args)

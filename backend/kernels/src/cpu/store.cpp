@@ -79,12 +79,15 @@ void compress_store(const cedar_compress_store_args& a) {
     parallel(a.groups, a.threads, a.groups * a.dim * 32,
              [&](int64_t group, int64_t) { latent_of(a, group, plan.latents + group * a.dim); });
     // only now: a group that ends in this step has read its open row
-    for (int64_t i = 0; i < a.leaves_open; ++i)
+    for (int64_t i = 0; i < a.leaves_open; ++i) {
+        if (a.open_to[i] < 0) continue;
         std::memcpy(a.open + a.open_to[i] * 2 * a.dim, static_cast<const float*>(a.projected) + a.open_rows[i] * 2 * a.dim,
                     2 * a.dim * sizeof(float));
+    }
     parallel_gemm(a.threads, a.groups, a.index_dim, a.dim, [&](int64_t g) { return plan.latents + g * a.dim; }, a.wk, a.type,
                   [&](int64_t g, int64_t n, float value) { plan.keys[g * a.index_dim + n] = value; });
     parallel(a.groups, a.threads, a.groups * (a.dim + a.index_dim) * 16, [&](int64_t group, int64_t) {
+        if (a.slots[group] < 0) return;
         float *latent = plan.latents + group * a.dim, *key = plan.keys + group * a.index_dim;
         const float *cos = a.cos + group * a.pairs, *sin = a.sin + group * a.pairs;
         rotate(latent, cos, sin, 1.0f, a.type, a.dim, a.pairs);
