@@ -64,12 +64,12 @@ def test_a_wrong_tensor_reaches_the_library() -> None:
     y = torch.zeros(2, 3)
     op = torch.ops.cedar.mxfp8_linear.default if native_library() else None
     assert op is not None
-    op(x, weight, None, y, 0, 0.0)
+    op(x, weight, None, None, y, 0, 0.0)
     for wrong in (torch.zeros(2, 9)[:, :8], torch.zeros(2, 7), torch.zeros(2, 8).half()):
         with pytest.raises((ValueError, KeyError)):
-            op(wrong, weight, None, y, 0, 0.0)
+            op(wrong, weight, None, None, y, 0, 0.0)
     with pytest.raises(ValueError, match=r"y is .*; allowed: dense"):
-        op(x, weight, None, torch.zeros(2, 2), 0, 0.0)
+        op(x, weight, None, None, torch.zeros(2, 2), 0, 0.0)
 
 
 def test_an_expert_that_does_not_exist_is_read() -> None:

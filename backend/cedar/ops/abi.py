@@ -25,8 +25,8 @@ TABLE = {
         new_streams?!:type[rows,hc,hidden] new_pre?!:f32[rows,hc] new_post?!:f32[rows,hc] new_comb?!:f32[rows,hc,hc]
         normed?!:type[rows,hidden]""",
     "mega_gate": """
-        type rows hidden experts top_k scaling:float
-        x:type[rows,hidden] weight:f32[experts,hidden] bias:f32[experts] image_bias?:f32[experts] image?:bool[rows]
+        type weight_type rows hidden experts top_k scaling:float
+        x:type[rows,hidden] weight:weight_type[experts,hidden] bias:f32[experts] image_bias?:f32[experts] image?:bool[rows]
         ids!:i64[rows,top_k] weights!:f32[rows,top_k]""",
     "moe_fp4": """
         type weight_type rows hidden inner experts top_k act_quant:int limit:float
@@ -35,10 +35,11 @@ TABLE = {
         out!:type[rows,hidden]""",
     "mxfp8_linear": """
         type weight_type out_type rows in_dim out_dim act_quant:int norm_eps:float
-        x:type[rows,in_dim] weight:weight_type[out_dim,in_dim] norm_weight?:f32[out_dim] y!:out_type[rows,out_dim]""",
+        x:type[rows,in_dim] weight:weight_type[out_dim,in_dim] weight_scale?:u8[(out_dim+31)//32,(in_dim+31)//32] norm_weight?:f32[out_dim] y!:out_type[rows,out_dim]""",
     "wo_a": """
         type weight_type rows groups:int in_dim:int rank:int
-        x:type[rows,groups*in_dim] weight:weight_type[groups*rank,in_dim] y!:type[rows,groups*rank]""",
+        x:type[rows,groups*in_dim] weight:weight_type[groups*rank,in_dim]
+        weight_scale?:u8[(groups*rank+31)//32,(in_dim+31)//32] y!:type[rows,groups*rank]""",
     "window_store": """
         type record:int rows dim pairs history_rows stores norm_eps:float
         kv:type[rows,dim] norm_weight:f32[dim] cos:f32[rows,pairs] sin:f32[rows,pairs] history?:i64[history_rows]

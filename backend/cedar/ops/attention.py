@@ -88,5 +88,5 @@ def wo_a(out: Tensor, weight: Tensor, groups: int) -> Tensor:
 def _(out: Tensor, weight: Tensor, groups: int) -> Tensor:
     rank = weight.shape[0] // groups
     low_rank = out.new_empty(out.shape[0], weight.shape[0])
-    torch.ops.cedar.wo_a.default(out, weight, low_rank, groups, weight.shape[1], rank)
+    torch.ops.cedar.wo_a.default(out, weight, None, low_rank, groups, weight.shape[1], rank)
     return low_rank

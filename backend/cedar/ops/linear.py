@@ -26,5 +26,5 @@ def mxfp8_linear(x: Tensor, weight: Tensor, act_quant: bool = False, norm: Norm 
 def _(x: Tensor, weight: Tensor, act_quant: bool = False, norm: Norm | None = None) -> Tensor:
     y = weight.new_empty(x.shape[0], weight.shape[0])
     norm_weight, eps = norm or (None, 0.0)
-    torch.ops.cedar.mxfp8_linear.default(x, weight, norm_weight, y, act_quant, eps)
+    torch.ops.cedar.mxfp8_linear.default(x, weight, None, norm_weight, y, act_quant, eps)
     return y

@@ -29,7 +29,7 @@ _UNSUPPORTED, _WORKSPACE = 2, 4
 
 _ROOT = Path(__file__).resolve().parents[3]
 _CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
 
 class NativeUnavailable(Exception):

@@ -6,7 +6,8 @@
  * returns a cedar_status; cedar_last_error() has the text of this thread's last failure. No call allocates device memory or
  * synchronises, and all calls are re-entrant. cedar_<op>_workspace(args) is the number of bytes that the caller's workspace must
  * have (its content is undefined before and after the call), or -1 on wrong arguments; a call with a smaller one returns
- * CEDAR_WORKSPACE and does nothing.
+ * CEDAR_WORKSPACE and does nothing. On a GPU the workspace's first CEDAR_COUNTER_BYTES must be zero when a call starts, and are zero
+ * again when it has ended.
  *
  * Every field is 8 bytes: a pointer, an int64 or a double. `size` is sizeof of the struct as the caller knows it. Tensors are dense,
  * row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
@@ -23,6 +24,7 @@ extern "C" {
 #endif
 
 #define CEDAR_ABI_VERSION 1
+#define CEDAR_COUNTER_BYTES 4096
 
 #if defined(__GNUC__)
 #define CEDAR_API __attribute__((visibility("default")))
@@ -40,8 +42,8 @@ typedef enum {
 
 typedef enum { CEDAR_CPU = 0, CEDAR_CUDA = 1 } cedar_device;
 
-/* Types of activations and weights. */
-typedef enum { CEDAR_F32 = 0, CEDAR_BF16 = 1 } cedar_type;
+/* Types of activations and weights. The last is one of weights only: E4M3 codes with a UE8M0 scale per tile of 32 x 32. */
+typedef enum { CEDAR_F32 = 0, CEDAR_BF16 = 1, CEDAR_FP8_TILES = 2 } cedar_type;
 
 /* How a pool stores a vector of dim values. */
 typedef enum {
@@ -94,10 +96,11 @@ typedef struct {
     uint64_t size;
     int64_t device, threads;
     int64_t type;              /* of x */
+    int64_t weight_type;
     int64_t rows, hidden, experts, top_k;
     double scaling;
     const void* x;             /* [T, hidden] */
-    const float* weight;       /* [experts, hidden] */
+    const void* weight;        /* [experts, hidden] */
     const float* bias;         /* [experts] */
     const float* image_bias;   /* optional [experts], with image */
     const uint8_t* image;      /* optional bool [T]: rows that select with image_bias */
@@ -140,6 +143,7 @@ typedef struct {
     double norm_eps;
     const void* x;             /* [T, in] */
     const void* weight;        /* [out, in] */
+    const uint8_t* weight_scale; /* [ceil(out / 32), ceil(in / 32)], with CEDAR_FP8_TILES */
     const float* norm_weight;  /* optional [out] */
     void* y;                   /* [T, out] */
     int64_t workspace_bytes;
@@ -155,6 +159,7 @@ typedef struct {
     int64_t rows, groups, in_dim, rank;
     const void* x;             /* [T, groups, in] */
     const void* weight;        /* [groups rank, in] */
+    const uint8_t* weight_scale; /* [ceil(groups rank / 32), ceil(in / 32)], with CEDAR_FP8_TILES */
     void* y;                   /* [T, groups rank] */
     int64_t workspace_bytes;
     void* workspace;

@@ -6,6 +6,8 @@ namespace {
 
 bool is_type(int64_t type) { return type == CEDAR_F32 || type == CEDAR_BF16; }
 
+bool is_weight(int64_t type, const uint8_t* scale) { return is_type(type) || (type == CEDAR_FP8_TILES && scale != nullptr); }
+
 int64_t group_of(int64_t record) {
     switch (record) {
         case CEDAR_RECORD_FP8:
@@ -52,6 +54,7 @@ REQUIRE(a.norm_weight == nullptr || (a.pre && a.normed));
 CEDAR_END
 
 CEDAR_BEGIN(mega_gate)
+REQUIRE(is_type(a.weight_type));
 REQUIRE(a.hidden > 0 && a.top_k > 0 && a.top_k <= a.experts);
 REQUIRE(a.x && a.weight && a.bias && a.ids && a.weights);
 REQUIRE(a.image == nullptr || a.image_bias);
@@ -65,14 +68,14 @@ REQUIRE(a.x && a.ids && a.weights && a.w13 && a.w2 && a.shared_w13 && a.shared_w
 CEDAR_END
 
 CEDAR_BEGIN(mxfp8_linear)
-REQUIRE(is_type(a.weight_type) && is_type(a.out_type));
+REQUIRE(is_type(a.out_type) && is_weight(a.weight_type, a.weight_scale));
 REQUIRE(a.in_dim > 0 && a.out_dim > 0);
 REQUIRE(a.act_quant == 0 || a.in_dim % 32 == 0);
 REQUIRE(a.x && a.weight && a.y);
 CEDAR_END
 
 CEDAR_BEGIN(wo_a)
-REQUIRE(is_type(a.weight_type));
+REQUIRE(is_weight(a.weight_type, a.weight_scale));
 REQUIRE(a.groups > 0 && a.in_dim > 0 && a.rank > 0);
 REQUIRE(a.x && a.weight && a.y);
 CEDAR_END

@@ -88,7 +88,7 @@ void attend(const cedar_mega_attention_args& a, const Plan& plan, int64_t row, i
     const int64_t count = gather(a, row, keys);
     read_values(a.query, a.type, row * plan.heads_size, plan.heads_size, query);
     for (int64_t h = 0; h < a.heads; ++h) rotate(query + h * a.dim, cos, sin, 1.0f, a.type, a.dim, a.pairs);
-    gemm(a.heads, count, a.dim, [&](int64_t h) { return query + h * a.dim; }, keys, a.dim,
+    gemm(a.heads, count, a.dim, [&](int64_t h) { return query + h * a.dim; }, DenseWeight<float>{keys, a.dim}, 0,
          [&](int64_t h, int64_t n, float value) { scores[h * count + n] = value; });
     for (int64_t h = 0; h < a.heads; ++h) softmax(scores + h * count, count, float(a.scale), a.sink[h]);
     int64_t h = 0;

@@ -61,7 +61,7 @@ void prepare_query(const cedar_mqa_logits_topk_args& a, int64_t row, float* quer
 // scores[n] = sum_h weight_h relu(query_h . keys_n), h ascending.
 void score(const cedar_mqa_logits_topk_args& a, const float* query, const float* weight, const float* keys, int64_t count, float* scores) {
     for (int64_t n = 0; n < count; ++n) scores[n] = 0.0f;
-    gemm(a.heads, count, a.dim, [&](int64_t h) { return query + h * a.dim; }, keys, a.dim,
+    gemm(a.heads, count, a.dim, [&](int64_t h) { return query + h * a.dim; }, DenseWeight<float>{keys, a.dim}, 0,
          [&](int64_t h, int64_t n, float value) { scores[n] = fused(weight[h], value < 0.0f ? 0.0f : value, scores[n]); });
 }
 

@@ -34,15 +34,17 @@ int64_t mxfp8_linear_workspace(const cedar_mxfp8_linear_args& a) { return Linear
 void mxfp8_linear(const cedar_mxfp8_linear_args& a) {
     const LinearPlan plan(a);
     const float* x = float_rows(a.x, a.type, a.rows, a.in_dim, a.act_quant != 0, a.threads, plan.x);
-    const auto row = [&](int64_t r) { return x + r * a.in_dim; };
+    const auto multiply = [&](auto&& put) {
+        with_weight(a.weight_type, a.weight, a.weight_scale, a.in_dim, [&](const auto& weight) {
+            parallel_gemm(a.threads, a.rows, a.out_dim, a.in_dim, [&](int64_t r) { return x + r * a.in_dim; }, weight, 0, put);
+        });
+    };
     if (a.out_type == CEDAR_F32) {
         float* y = static_cast<float*>(a.y);
-        parallel_gemm(a.threads, a.rows, a.out_dim, a.in_dim, row, a.weight, a.weight_type,
-                      [&](int64_t r, int64_t n, float value) { y[r * a.out_dim + n] = value; });
+        multiply([&](int64_t r, int64_t n, float value) { y[r * a.out_dim + n] = value; });
     } else {
         uint16_t* y = static_cast<uint16_t*>(a.y);
-        parallel_gemm(a.threads, a.rows, a.out_dim, a.in_dim, row, a.weight, a.weight_type,
-                      [&](int64_t r, int64_t n, float value) { y[r * a.out_dim + n] = narrow(value); });
+        multiply([&](int64_t r, int64_t n, float value) { y[r * a.out_dim + n] = narrow(value); });
     }
     if (a.norm_weight == nullptr) return;
     parallel(a.rows, a.threads, a.rows * a.out_dim, [&](int64_t r, int64_t worker) {
@@ -71,13 +73,12 @@ void wo_a(const cedar_wo_a_args& a) {
     const WoAPlan plan(a);
     const int64_t width = a.groups * a.in_dim, out = a.groups * a.rank;
     const float* x = float_rows(a.x, a.type, a.rows, width, false, a.threads, plan.x);
-    for (int64_t g = 0; g < a.groups; ++g) {
-        const char* weight = static_cast<const char*>(a.weight) + g * a.rank * a.in_dim * width_of(a.weight_type);
-        parallel_gemm(a.threads, a.rows, a.rank, a.in_dim, [&](int64_t r) { return x + r * width + g * a.in_dim; }, weight,
-                      a.weight_type, [&](int64_t r, int64_t n, float value) {
-                          write_values(a.y, a.type, r * out + g * a.rank + n, 1, &value);
-                      });
-    }
+    with_weight(a.weight_type, a.weight, a.weight_scale, a.in_dim, [&](const auto& weight) {
+        for (int64_t g = 0; g < a.groups; ++g)
+            parallel_gemm(a.threads, a.rows, a.rank, a.in_dim, [&](int64_t r) { return x + r * width + g * a.in_dim; }, weight,
+                          g * a.rank,
+                          [&](int64_t r, int64_t n, float value) { write_values(a.y, a.type, r * out + g * a.rank + n, 1, &value); });
+    });
 }
 
 }  // namespace cedar::CEDAR_ISA

@@ -125,7 +125,7 @@ void mega_mhc(const cedar_mega_mhc_args& a) {
         write_values(a.normed, a.type, row * a.hidden, a.hidden, scratch);
     });
     if (a.fn == nullptr) return;
-    parallel_gemm(a.threads, a.rows, outputs, width, streams, a.fn, CEDAR_F32,
+    parallel_gemm(a.threads, a.rows, outputs, width, streams, DenseWeight<float>{a.fn, width}, 0,
                   [&](int64_t r, int64_t n, float value) { plan.mixed[r * outputs + n] = value; });
     parallel(tiles_of(a.rows, kLanes), a.threads, work, [&](int64_t tile, int64_t worker) {
         const int64_t first = tile * kLanes, count = smaller(int64_t(kLanes), a.rows - first);

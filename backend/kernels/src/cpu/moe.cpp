@@ -57,8 +57,10 @@ void mega_gate(const cedar_mega_gate_args& a) {
     const GatePlan plan(a);
     if (plan.x != nullptr) read_values(a.x, a.type, 0, a.rows * a.hidden, plan.x);
     const float* x = plan.x != nullptr ? plan.x : static_cast<const float*>(a.x);
-    parallel_gemm(a.threads, a.rows, a.experts, a.hidden, [&](int64_t r) { return x + r * a.hidden; }, a.weight, CEDAR_F32,
-                  [&](int64_t r, int64_t e, float value) { plan.scores[r * a.experts + e] = value; });
+    with_weight(a.weight_type, a.weight, nullptr, a.hidden, [&](const auto& weight) {
+        parallel_gemm(a.threads, a.rows, a.experts, a.hidden, [&](int64_t r) { return x + r * a.hidden; }, weight, 0,
+                      [&](int64_t r, int64_t e, float value) { plan.scores[r * a.experts + e] = value; });
+    });
     parallel(a.rows, a.threads, a.rows * a.experts * a.top_k,
              [&](int64_t r, int64_t) { choose(a, r, plan.scores + r * a.experts, plan.keys + r * a.experts); });
 }
@@ -104,10 +106,7 @@ void grouped(const cedar_moe_fp4_args& a, const MoePlan& plan, int64_t out_dim, 
         if (count == 0) return;
         const auto at = [&](int64_t i) { return row(plan.order[first + i]); };
         const auto put = [&](int64_t i, int64_t n, float value) { out[plan.order[first + i] * out_dim + c + n] = value; };
-        if (a.weight_type == CEDAR_F32)
-            gemm(count, columns, in_dim, at, static_cast<const float*>(weight(e)) + c * in_dim, in_dim, put);
-        else
-            gemm(count, columns, in_dim, at, static_cast<const uint16_t*>(weight(e)) + c * in_dim, in_dim, put);
+        with_weight(a.weight_type, weight(e), nullptr, in_dim, [&](const auto& matrix) { gemm(count, columns, in_dim, at, matrix, c, put); });
     });
 }
 

@@ -10,14 +10,6 @@ constexpr int kBlockRows = 8;  // of a CEDAR_RECORD_MXFP4 pool
 
 // ---- codes ----
 
-inline float decode_e4m3(uint8_t code) {
-    const uint32_t magnitude = code & 0x7f;
-    const float normal = from_bits((magnitude << 20) + (120u << 23));
-    const float subnormal = float(magnitude) * 0x1p-9f;
-    const float value = magnitude >= 8 ? normal : subnormal;
-    return from_bits(to_bits(magnitude == 0x7f ? from_bits(0x7fc00000) : value) | uint32_t(code & 0x80) << 24);
-}
-
 // To nearest even; NaN from 465 on, as converting does.
 inline uint8_t encode_e4m3(float value) {
     const uint32_t bits = to_bits(value), magnitude = bits & 0x7fffffff;

@@ -26,6 +26,14 @@ inline uint32_t to_bits(float value) {
     return bits;
 }
 
+inline float decode_e4m3(uint8_t code) {
+    const uint32_t magnitude = code & 0x7f;
+    const float normal = from_bits((magnitude << 20) + (120u << 23));
+    const float subnormal = float(magnitude) * 0x1p-9f;
+    const float value = magnitude >= 8 ? normal : subnormal;
+    return from_bits(to_bits(magnitude == 0x7f ? from_bits(0x7fc00000) : value) | uint32_t(code & 0x80) << 24);
+}
+
 inline float fused(float a, float b, float c) {
 #ifdef __FMA__
     return __builtin_fmaf(a, b, c);
@@ -51,6 +59,18 @@ struct V {
 inline V zero() { return {_mm512_setzero_ps()}; }
 inline V broadcast(float x) { return {_mm512_set1_ps(x)}; }
 inline V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline V load_e4m3(const uint8_t* p) {
+    const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi32(0x7f));
+    // normal codes get the exponent's other bias; subnormal ones are multiples of 2^-9; 0x7f is NaN
+    const __m512i normal = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23));
+    const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), _mm512_set1_ps(0x1p-9f));
+    const __mmask16 is_small = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8));
+    __m512 value = _mm512_mask_blend_ps(is_small, _mm512_castsi512_ps(normal), small);
+    const __mmask16 is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+    value = _mm512_mask_blend_ps(is_nan, value, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+    return {_mm512_or_ps(value, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(0x7f), code), 24)))};
+}
 inline V load(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
@@ -72,6 +92,18 @@ inline __m256 widen8(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline V load(const uint16_t* p) { return {widen8(p), widen8(p + 8)}; }
+inline __m256 e4m3_values8(const uint8_t* p) {
+    const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    const __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi32(0x7f));
+    const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), _mm256_set1_epi32(120 << 23));
+    const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), _mm256_set1_ps(0x1p-9f));
+    const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
+    __m256 value = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(is_small));
+    const __m256i is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
+    value = _mm256_blendv_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_castsi256_ps(is_nan));
+    return _mm256_or_ps(value, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(0x7f), code), 24)));
+}
+inline V load_e4m3(const uint8_t* p) { return {e4m3_values8(p), e4m3_values8(p + 8)}; }
 inline void store(float* p, V x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
@@ -98,6 +130,11 @@ inline V load(const float* p) { return {quad(p), quad(p + 4), quad(p + 8), quad(
 inline V load(const uint16_t* p) {
     float values[kLanes];
     for (int i = 0; i < kLanes; ++i) values[i] = widen(p[i]);
+    return load(values);
+}
+inline V load_e4m3(const uint8_t* p) {
+    float values[kLanes];
+    for (int i = 0; i < kLanes; ++i) values[i] = decode_e4m3(p[i]);
     return load(values);
 }
 inline void store(float* p, V x) { std::memcpy(p, &x, sizeof x); }

@@ -84,8 +84,10 @@ void compress_store(const cedar_compress_store_args& a) {
         std::memcpy(a.open + a.open_to[i] * 2 * a.dim, static_cast<const float*>(a.projected) + a.open_rows[i] * 2 * a.dim,
                     2 * a.dim * sizeof(float));
     }
-    parallel_gemm(a.threads, a.groups, a.index_dim, a.dim, [&](int64_t g) { return plan.latents + g * a.dim; }, a.wk, a.type,
-                  [&](int64_t g, int64_t n, float value) { plan.keys[g * a.index_dim + n] = value; });
+    with_weight(a.type, a.wk, nullptr, a.dim, [&](const auto& wk) {
+        parallel_gemm(a.threads, a.groups, a.index_dim, a.dim, [&](int64_t g) { return plan.latents + g * a.dim; }, wk, 0,
+                      [&](int64_t g, int64_t n, float value) { plan.keys[g * a.index_dim + n] = value; });
+    });
     parallel(a.groups, a.threads, a.groups * (a.dim + a.index_dim) * 16, [&](int64_t group, int64_t) {
         if (a.slots[group] < 0) return;
         float *latent = plan.latents + group * a.dim, *key = plan.keys + group * a.index_dim;

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA bodies. Each launches on the stream and returns; dimensions that it is not compiled for are CEDAR_UNSUPPORTED.
+#pragma once
+
+#include "cedar_kernels.h"
+
+namespace cedar::cuda {
+
+#define CEDAR_BODY(op)                                     \
+    int op(const cedar_##op##_args& args, void* stream);   \
+    int64_t op##_workspace(const cedar_##op##_args& args);
+CEDAR_OPS(CEDAR_BODY)
+#undef CEDAR_BODY
+
+}  // namespace cedar::cuda
