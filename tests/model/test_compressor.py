@@ -15,6 +15,7 @@ from cedar.cache.store import SequenceBlocks
 from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
 from cedar.model.compressor import Compressor
+from cedar.ops.compress import CompressorWeights, latents
 from cedar.ops.norm import rms_norm
 from golden_support import block_tables, entry_rows
 
@@ -30,6 +31,12 @@ def make(ratio: int, dtype: torch.dtype = torch.float32) -> Compressor:
     compressor.weight.copy_(torch.randn(compressor.weight.shape, generator=generator) * 0.3)
     compressor.norm.weight.copy_(1 + 0.1 * torch.randn(CONFIG.head_dim, generator=generator))
     return compressor
+
+
+def weights(compressor: Compressor, dtype: torch.dtype = torch.float32) -> CompressorWeights:
+    """Those of the latent; no index key is made."""
+    key = torch.zeros(CONFIG.index_head_dim)
+    return CompressorWeights(compressor.norm.weight, key[:, None].to(dtype).expand(-1, CONFIG.head_dim), key, compressor.norm.eps)
 
 
 def pooled(compressor: Compressor, x: torch.Tensor) -> torch.Tensor:
@@ -53,18 +60,19 @@ def test_a_split_changes_a_latent(cuts: list[int], ratio: int) -> None:
     first, second = SequenceBlocks(1, pages=[1, 2]), SequenceBlocks(2, pages=[3, 4])
     tables = {ratio: block_tables([first, second], PAGE)[ratio]}
     open_rows = torch.full((3, 2 * CONFIG.head_dim), torch.nan)
-    latents: dict[int, torch.Tensor] = {}
+    stored: dict[int, torch.Tensor] = {}
     bounds = sorted({0, 24, *cuts})
     for start, end in pairwise(bounds):
         segments = [Segment(first, start, end - start), Segment(second, start, end - start)]
         write = RowPlan.build(segments, GEOMETRY, tables, CPU, writes=True).entries[ratio].write
         assert write is not None
-        rows = compressor(torch.cat([x[start:end], other[start:end]]), write, open_rows if ratio == 2 else None)
-        latents |= dict(zip(write.slots.tolist(), rows, strict=True))
+        projected = compressor(torch.cat([x[start:end], other[start:end]]))
+        rows = latents(projected, open_rows if ratio == 2 else None, write, weights(compressor))
+        stored |= dict(zip(write.slots.tolist(), rows, strict=True))
     for blocks, tokens in ((first, x), (second, other)):
         slots = entry_rows(blocks, PAGE // ratio, 24 // ratio).tolist()
         torch.testing.assert_close(
-            torch.stack([latents[slot] for slot in slots]), pooled(compressor, tokens), atol=2e-5, rtol=2e-5
+            torch.stack([stored[slot] for slot in slots]), pooled(compressor, tokens), atol=2e-5, rtol=2e-5
         )
 
 
@@ -86,7 +94,7 @@ def test_pooling_is_rounded_before_the_sum() -> None:
     blocks = SequenceBlocks(1, pages=[1])
     write = RowPlan.build([Segment(blocks, 0, 8)], GEOMETRY, block_tables([blocks], PAGE), CPU, writes=True).entries[2].write
     assert write is not None
-    latent = compressor(x, write, torch.zeros(2, 2 * CONFIG.head_dim))
+    latent = latents(compressor(x), torch.zeros(2, 2 * CONFIG.head_dim), write, weights(compressor, torch.bfloat16))
     kv = x.float() @ compressor.weight[: CONFIG.head_dim].T
     gate = x.float() @ compressor.weight[CONFIG.head_dim :].T
     summed = (kv.view(4, 2, -1) * torch.softmax(gate.view(4, 2, -1), 1)).sum(1)

@@ -16,11 +16,11 @@ from cedar.cache.store import BlockTable, SequenceBlocks
 from cedar.ops import index as index_ops
 from cedar.ops.index import (
     candidate_blocks,
+    dense_topk,
     hide_beyond,
     mqa_logits,
-    mqa_logits_topk,
     select,
-    sparse_logits_topk,
+    sparse_topk,
     topk_lowest,
 )
 from golden_support import block_tables, entry_rows
@@ -95,10 +95,10 @@ def test_restricted_search_differs_from_masked_dense_search(seed: int, rows: int
     query, weight = torch.randn(rows, heads, dim, generator=generator), torch.randn(rows, heads, generator=generator)
     visible = torch.randint(k + block, count + 1, (rows,), generator=generator).clamp_min(1)
     tile = ScoreTile(0, rows, 1, count, torch.tensor([2]), visible)
-    _, blocks = mqa_logits_topk(query, weight, pool, table, tile, k, (block, top))
+    _, blocks = dense_topk(query, weight, pool, table, tile, k, (block, top))
     assert blocks is not None
     base = torch.from_numpy(table.base(np.full((rows, 1), 2)))
-    index = sparse_logits_topk(query, weight, pool, blocks, block, visible, table, base, k)
+    index = sparse_topk(query, weight, pool, blocks, block, visible, table, base, k)
     scores = hide_beyond(mqa_logits(query[None], weight[None], pool.load(entries)[None]), visible)
     allowed = (torch.arange(count)[None, :, None] // block == blocks[:, None]).any(-1)
     expected = select(scores.masked_fill(~allowed, -torch.inf), visible, k)
@@ -120,4 +120,4 @@ def test_keys_scored_in_runs_of_pages_win_other_places(monkeypatch: pytest.Monke
     keys = record.decode(pool.load((numbers[:, :, None] * 8 + torch.arange(8)).flatten())).view(3, 48, 32)[:, :45]
     expected = select(hide_beyond(mqa_logits(query[:, None], weight[:, None], keys), tile.visible), tile.visible, 7)
     monkeypatch.setattr(index_ops, "KEY_ELEMENTS", pages * 3 * 8 * 32)
-    assert torch.equal(mqa_logits_topk(query, weight, pool, table, tile, 7, None)[0], expected)
+    assert torch.equal(dense_topk(query, weight, pool, table, tile, 7, None)[0], expected)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cedar.model.checkpoint import CheckpointReader
-from cedar.model.mhc import HyperConnection, collapse, expand, sinkhorn
+from cedar.model.mhc import HyperConnection
+from cedar.ops.mhc import collapse, expand, mix, sinkhorn
 
 NAMES = ["tiny-a", "tiny-b"]
 
@@ -39,7 +40,7 @@ def sinkhorn_on_the_matrix(logits: Tensor, eps: float, iterations: int) -> Tenso
 
 @pytest.mark.parametrize("name", NAMES)
 def test_coefficients_equal_the_golden_ones(golden: Path, name: str) -> None:
-    pre, post, comb = connection(golden, name)(unit(golden, name, "mhc_streams"))
+    pre, post, comb = mix(unit(golden, name, "mhc_streams"), connection(golden, name).mixing)
     for value, key in ((pre, "mhc_pre"), (post, "mhc_post"), (comb, "mhc_comb")):
         torch.testing.assert_close(value, unit(golden, name, key), atol=1e-6, rtol=0)
 
@@ -93,12 +94,12 @@ def test_the_first_index_of_comb_is_the_source_stream() -> None:
 def test_renumbering_the_streams_renumbers_the_coefficients(golden: Path) -> None:
     module, order = connection(golden, "tiny-a"), torch.tensor([2, 0, 3, 1])
     streams = unit(golden, "tiny-a", "mhc_streams")
-    pre, post, comb = module(streams)
+    pre, post, comb = mix(streams, module.mixing)
     outputs = torch.cat([order, 4 + order, (8 + 4 * order[:, None] + order).flatten()])
     fn = module.fn.view(24, 4, -1)
     module.fn.copy_(fn[outputs][:, order].flatten(1))
     module.base.copy_(module.base[outputs].clone())
-    moved = module(streams[:, order])
+    moved = mix(streams[:, order], module.mixing)
     for value, expected in zip(moved, (pre[:, order], post[:, order], comb[:, order][:, :, order]), strict=True):
         torch.testing.assert_close(value, expected, atol=1e-6, rtol=0)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cedar.cache.formats import e8m0_decode, pack_fp8, pack_mxfp4, unpack_fp8, unpack_mxfp4
 from cedar.model import quantize as q
+from cedar.ops.quant import fq4x, fq8
 
-FAKES = {"fp8": (q.fq8, pack_fp8, unpack_fp8), "mxfp4": (q.fq4x, pack_mxfp4, unpack_mxfp4)}
+FAKES = {"fp8": (fq8, pack_fp8, unpack_fp8), "mxfp4": (fq4x, pack_mxfp4, unpack_mxfp4)}
 
 
 def bits(x: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def test_e2m1_ties_go_to_the_odd_code() -> None:
     x = torch.zeros(32)
     x[:11] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 6.0, 5.9])
     expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -0.0, -4.0, 6.0, 6.0])
-    assert torch.equal(bits(q.fq4x(x)[:11]), bits(expected))  # amax 6: the scale is 1
+    assert torch.equal(bits(fq4x(x)[:11]), bits(expected))  # amax 6: the scale is 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +93,7 @@ def test_mxfp4_rows_are_exact_in_the_compute_type(dtype: torch.dtype) -> None:
     assert torch.equal(values.float(), q.dequantize_mxfp4_rows(packed, scale, torch.float32))
 
 
-@pytest.mark.parametrize("fake", [q.fq8, q.fq4x])
+@pytest.mark.parametrize("fake", [fq8, fq4x])
 def test_a_row_does_not_depend_on_its_neighbours(fake: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(6))
     assert torch.equal(torch.cat([fake(row[None]) for row in x]), fake(x))
