@@ -353,7 +353,6 @@ def test_more_tokens_than_the_context_run() -> None:
     [
         ({"max_model_len": 5000}, "max_model_len: is 5000; allowed: at most max_position_embeddings"),
         ({"kv_cache_bytes": 1000}, "kv_cache_bytes: is 1000; allowed: at least"),
-        ({"ops": "native"}, "ops: is 'native'"),
         ({"model": "/nowhere"}, "/nowhere: no config.json"),
     ],
 )

@@ -76,8 +76,12 @@ def test_the_experts_differ_from_the_reference(
         hidden, inner = 32 * (1 + hidden // 32), 32 * (1 + inner // 32)
     weights = experts(count, hidden, inner, dtype, quantised)
     arguments = (*routed(rows, count, top_k, hidden, dtype), weights)
-    # a value that is rounded to FP8 the other way moves the result by a step of that format
-    assert_close(run_native(moe_fp4, *arguments), moe_fp4(*arguments), 2e-2 if quantised else 2 * tolerance(dtype))
+    actual, expected = run_native(moe_fp4, *arguments), moe_fp4(*arguments)
+    # a value that is rounded to FP8 the other way, which is rare, moves a row by a step of that format
+    assert_close(actual, expected, 0.1 if quantised else 2 * tolerance(dtype))
+    if quantised:
+        errors = (actual.float() - expected.float()).norm(dim=1)
+        assert errors.median() <= 2 * tolerance(dtype) * expected.float().norm(dim=1).mean()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -28,6 +28,8 @@ LIBRARY = "libcedar_kernels.so"
 _UNSUPPORTED, _WORKSPACE = 2, 4
 
 _ROOT = Path(__file__).resolve().parents[3]
+_NAMESPACE = torch.library.Library("cedar", "DEF")
+_registered: list[str] = []
 _CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
@@ -87,8 +89,10 @@ def load() -> Library:
         looked = ", ".join(map(str, candidates()))
         raise NativeUnavailable(f"{LIBRARY} is not there (looked for {looked}); `make setup` builds it")
     library = Library(path)
-    for operation in OPERATIONS.values():
-        _register(library, operation)
+    if not _registered:
+        for operation in OPERATIONS.values():
+            _register(library, operation)
+            _registered.append(operation.name)
     return library
 
 
@@ -183,9 +187,6 @@ def _register(library: Library, operation: Operation) -> None:
     _NAMESPACE.impl(operation.name, on_cpu, "CPU")
     _NAMESPACE.impl(operation.name, on_cuda, "CUDA")
     torch.library.register_fake(f"cedar::{operation.name}", lambda *_: None, lib=_NAMESPACE)
-
-
-_NAMESPACE = torch.library.Library("cedar", "DEF")
 
 
 def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None], Callable[..., None]]:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -49,7 +49,7 @@ class FusedOp(Generic[P, R]):
         try:
             return self._native(*args, **kwargs)
         except native.NativeUnsupported as error:
-            choice.give_up(self.name, str(error))
+            choice.refused(self.name, str(error))
             return self.reference(*args, **kwargs)
 
 
@@ -59,13 +59,15 @@ class Choice:
 
     native_ops: set[str]
     required: set[str]
+    _told: set[str] = field(default_factory=set)
 
-    def give_up(self, op: str, why: str) -> None:
-        """The library has no body for these dimensions on this device."""
+    def refused(self, op: str, why: str) -> None:
+        """The library has no body for these arguments. Says so once."""
         if op in self.required:
             raise invalid("ops", f"is 'native' for {op}, but {why}", f"auto, or CEDAR_OP_{op.upper()}=reference")
-        _LOG.warning("%s runs as its PyTorch reference from now on: %s", op, why)
-        self.native_ops.discard(op)
+        if op not in self._told:
+            self._told.add(op)
+            _LOG.warning("%s runs as its PyTorch reference where the library cannot: %s", op, why)
 
 
 _current: ContextVar[Choice | None] = ContextVar("choice", default=None)
