@@ -113,7 +113,6 @@ def test_rows_are_not_counted() -> None:
         ([1, 2, 3], ["--chunk-size", "0"], "--chunk-size: is 0; allowed: at least 1"),
         ([1, 2, 3], ["--prefix-hit", "3"], "--prefix-hit: is 3; allowed: 0 to 2"),
         ([1, 2, 3], ["--prefix-hit", "-1"], "--prefix-hit: is -1"),
-        ([1, 2, 3], ["--ops", "native"], "ops: is 'native'"),
         ([1, 2, 3], ["--output", "/nowhere/out.npz"], "--output: /nowhere/out.npz cannot be written"),
     ],
 )

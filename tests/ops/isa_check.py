@@ -7,10 +7,11 @@ import hashlib
 
 import torch
 
-from cedar.ops import native
-from cedar.ops.attention import mega_attention
 from cedar.cache.layout import GlobalRecords, WindowRecords
 from cedar.cache.records import RecordPool, RecordView
+from cedar.ops import native
+from cedar.ops.abi import OPERATIONS
+from cedar.ops.attention import mega_attention
 from cedar.ops.linear import mxfp8_linear
 from cedar.ops.mhc import Mixing, mega_mhc
 from cedar.ops.norm import Norm
@@ -30,12 +31,11 @@ def main(isa: str) -> None:
         for record in (window, entries)
     ]
     angle = torch.randn(9, 16, generator=g)
-    with torch.inference_mode(), using(Choice(set(native.OPERATIONS), set(native.OPERATIONS))):
+    with torch.inference_mode(), using(Choice(set(OPERATIONS), set(OPERATIONS))):
         streams, gates, normed = mega_mhc(streams, None, pre, mixing, Norm(torch.ones(50), 1e-20))
-        assert gates is not None and normed is not None
-        attended = mega_attention(
-            torch.randn(9, 3, 64, generator=g), angle.cos(), angle.sin(), torch.zeros(3), keys, 0.125, 1
-        )
+        assert gates is not None
+        assert normed is not None
+        attended = mega_attention(torch.randn(9, 3, 64, generator=g), angle.cos(), angle.sin(), torch.zeros(3), keys, 0.125, 1)
         results = [mxfp8_linear(x, w), *gates, normed, attended]
     digest = hashlib.sha256()
     for result in results:

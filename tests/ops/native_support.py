@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cedar.ops import native
+from cedar.ops.abi import OPERATIONS
 from cedar.ops.provider import Choice, FusedOp, using
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,7 +28,7 @@ def native_library() -> native.Library:
 def everything() -> Choice:
     """All operations native, no fallback."""
     native_library()
-    return Choice(set(native.OPERATIONS), set(native.OPERATIONS))
+    return Choice(set(OPERATIONS), set(OPERATIONS))
 
 
 def run_native(op: FusedOp[..., Any], *arguments: Any) -> Any:
@@ -41,7 +42,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float) -> None:
-    """The norm of the difference of every row is a small part of the rows' typical norm; NaNs and infinities in the same places."""
+    """The norm of every row's difference is a small part of the rows' typical norm; NaNs and infinities in the same places."""
     actual, expected = actual.double().flatten(1), expected.double().flatten(1)
     finite = expected.isfinite()
     assert torch.equal(actual.isfinite(), finite)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_support import everything, native_library
 
 from cedar.ops import native
 from cedar.ops.abi import OPERATIONS
-from native_support import everything, native_library
 from cedar.ops.provider import using
 
 HEADER = Path(__file__).resolve().parents[2] / "backend" / "kernels" / "include" / "cedar_kernels.h"
@@ -98,11 +98,15 @@ def test_a_narrower_instruction_set_gives_another_result(isa: str) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import isa_check; isa_check.main(sys.argv[2])"
     here = Path(__file__).parent
     env = {**os.environ, "CEDAR_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code, str(here), isa], env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(here), isa], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     widest = {**env}
     del widest["CEDAR_CPU_ISA"]
-    best = subprocess.run([sys.executable, "-c", code, str(here), ""], env=widest, capture_output=True, text=True, timeout=120, check=True)
+    best = subprocess.run(
+        [sys.executable, "-c", code, str(here), ""], env=widest, capture_output=True, text=True, timeout=120, check=True
+    )
     digest, norms = done.stdout.splitlines()
     best_digest, best_norms = best.stdout.splitlines()
     if isa == "avx2":

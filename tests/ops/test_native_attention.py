@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 from torch import Tensor
 
 from cedar.cache.layout import GlobalRecords, WindowRecords
 from cedar.cache.records import FloatRecords, RecordPool, RecordView
 from cedar.ops.attention import mega_attention
 from cedar.ops.rope import rotate
-from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ class Case:
     def run(self) -> Tensor:
         views = [RecordView(pool, index) for pool, index in zip(self.pools, self.indices, strict=True)]
         scale = self.query.shape[2] ** -0.5
-        return run_native(
-            mega_attention, self.query, self.angle.cos(), self.angle.sin(), self.sink, views, scale, 1 << 20
-        )
+        return run_native(mega_attention, self.query, self.angle.cos(), self.angle.sin(), self.sink, views, scale, 1 << 20)
 
     def expected(self) -> Tensor:
         """The formula in float64, with the roundings of the contract."""
@@ -43,7 +41,10 @@ class Case:
         query = rotate(self.query, cos, sin).double()
         out = torch.zeros_like(query)
         for row in range(len(query)):
-            keys = [pool.record.decode(pool.rows)[index[row][index[row] != 0]] for pool, index in zip(self.pools, self.indices, strict=True)]
+            keys = [
+                pool.record.decode(pool.rows)[index[row][index[row] != 0]]
+                for pool, index in zip(self.pools, self.indices, strict=True)
+            ]
             values = torch.cat(keys).double()
             scores = query[row] @ values.T * query.shape[2] ** -0.5
             both = torch.cat([scores, self.sink[:, None].double()], 1)
@@ -51,7 +52,9 @@ class Case:
         return rotate(out.to(self.query.dtype), cos, sin, inverse=True)
 
 
-def case(rows: int, heads: int, dim: int, pairs: int, widths: tuple[int, ...], dtype: torch.dtype, packed: bool, seed: int = 0) -> Case:
+def case(
+    rows: int, heads: int, dim: int, pairs: int, widths: tuple[int, ...], dtype: torch.dtype, packed: bool, seed: int = 0
+) -> Case:
     g = seeded(seed)
     records = (WindowRecords(dim), GlobalRecords(dim)) if packed else (FloatRecords(dim, dtype), FloatRecords(dim, dtype))
     pools = []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from native_support import native_library
 
 from cedar.config.engine import EngineConfig
 from cedar.engine.memory import ModelSequence
@@ -15,7 +16,6 @@ from cedar.engine.request import DecoderReplay
 from cedar.engine.runner import ModelRunner
 from cedar.engine.work import DecodeWork, PrefillWork, StepWork, TailWork
 from golden_support import case_arrays, cases, decode, load_runner, open_sequence, prefill, recorded, relative_error, tail
-from native_support import native_library
 
 NAMES = ("tiny-a", "tiny-b")
 UNEVEN = (5, 1, 2, 33, 1, 1, 16, 3)
@@ -90,7 +90,7 @@ def test_a_chunk_size_changes_a_bit(dtype: str) -> None:
 
 
 def lives(runner: ModelRunner, prompts: list[list[int]], new: int, mode: DecoderReplay, *, together: bool) -> list[np.ndarray]:
-    """Logits [1 + new, vocab] of each sequence: its tail, then ``new`` decodes; all sequences in the same steps, or one by one."""
+    """Logits [1 + new, vocab] of each sequence, its tail and ``new`` decodes; all in the same steps, or one by one."""
     if not together:
         return [rows for prompt in prompts for rows in lives(runner, [prompt], new, mode, together=True)]
     seqs: list[ModelSequence] = [open_sequence(runner, mode, len(prompt) + new) for prompt in prompts]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 from cedar.cache.formats import pack_fp8
 from cedar.ops.engram import engram_gate, engram_gather
-from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,7 +30,10 @@ def test_every_code_and_scale_is_decoded_otherwise() -> None:
     table = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8).contiguous()
     ids = torch.arange(256)[:, None]
-    actual, expected = run_native(engram_gather, ids, table, scale, torch.float32), engram_gather(ids, table, scale, torch.float32)
+    actual, expected = (
+        run_native(engram_gather, ids, table, scale, torch.float32),
+        engram_gather(ids, table, scale, torch.float32),
+    )
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
@@ -45,7 +48,10 @@ def test_a_row_behind_the_table_is_read() -> None:
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 120), st.sampled_from(DTYPES))
 def test_the_gate_differs_from_the_reference(rows: int, hc: int, hidden: int, dtype: torch.dtype) -> None:
     g = seeded(rows)
-    streams, keys_value = torch.randn(rows, hc, hidden, generator=g).to(dtype), torch.randn(rows, (hc + 1) * hidden, generator=g).to(dtype)
+    streams, keys_value = (
+        torch.randn(rows, hc, hidden, generator=g).to(dtype),
+        torch.randn(rows, (hc + 1) * hidden, generator=g).to(dtype),
+    )
     weight = torch.randn(hc, hidden, generator=g)
     arguments = (streams, keys_value, weight, 1e-20)
     # the signed square root makes a dot product near 0 steep

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_support import DTYPES, assert_nan_stays, assert_rows_alone, run_native, seeded
 from torch import Tensor
 
 from cedar.cache.layout import IndexKeyRecords
@@ -20,7 +21,6 @@ from cedar.ops.index import IndexSearch, mqa_logits_topk
 from cedar.ops.quant import fq4x
 from cedar.ops.rope import rotate
 from golden_support import block_tables
-from native_support import DTYPES, assert_nan_stays, assert_rows_alone, run_native, seeded
 
 HEADS, DIM, PAGE, TOP_K, BLOCK, PUBLISH = 3, 64, 16, 12, 4, 5
 GEOMETRY = RowGeometry(window=8, topk=TOP_K, index_heads=HEADS, index_dim=DIM)
@@ -65,9 +65,15 @@ class Case:
 
 
 def case(
-    lengths: list[tuple[int, int]], dtype: torch.dtype, *, packed: bool = True, publish: int = 0, coarse: bool = False, seed: int = 0
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    packed: bool = True,
+    publish: int = 0,
+    coarse: bool = False,
+    seed: int = 0,
 ) -> Case:
-    """lengths: (start, count) of each sequence's rows, ratio 1. coarse: small integers, so that scores are exact and often equal."""
+    """lengths: (start, count) of each sequence's rows, ratio 1. coarse: small integers: scores are exact and often equal."""
     g = seeded(seed)
     pages = iter((1 + torch.randperm(200, generator=g)).tolist())
     sequences, segments = [], []
@@ -103,7 +109,9 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 150), st.integers(1, 20)), min_siz
 
 @settings(max_examples=80, deadline=None)
 @given(SEQUENCES, st.sampled_from(DTYPES), st.booleans(), st.integers(0, 2**31))
-def test_equal_scores_select_others_than_the_lowest(lengths: list[tuple[int, int]], dtype: torch.dtype, packed: bool, seed: int) -> None:
+def test_equal_scores_select_others_than_the_lowest(
+    lengths: list[tuple[int, int]], dtype: torch.dtype, packed: bool, seed: int
+) -> None:
     x = case(lengths, dtype, packed=packed, publish=PUBLISH, coarse=True, seed=seed)
     index, slots, blocks = run_native(mqa_logits_topk, *x.arguments())
     expected_index, expected_slots, expected_blocks = mqa_logits_topk(*x.arguments())

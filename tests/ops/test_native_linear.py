@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 from cedar.ops.attention import wo_a
 from cedar.ops.linear import mxfp8_linear
 from cedar.ops.norm import Norm
-from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,8 +66,13 @@ def test_a_nan_spreads_to_other_rows() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 100), st.integers(1, 40), st.sampled_from(DTYPES))
-def test_the_grouped_projection_differs_from_the_reference(rows: int, groups: int, inner: int, rank: int, dtype: torch.dtype) -> None:
+def test_the_grouped_projection_differs_from_the_reference(
+    rows: int, groups: int, inner: int, rank: int, dtype: torch.dtype
+) -> None:
     g = seeded(rows)
-    out, weight = torch.randn(rows, groups, inner, generator=g).to(dtype), torch.randn(groups * rank, inner, generator=g).to(dtype)
+    out, weight = (
+        torch.randn(rows, groups, inner, generator=g).to(dtype),
+        torch.randn(groups * rank, inner, generator=g).to(dtype),
+    )
     assert_close(run_native(wo_a, out, weight, groups), wo_a(out, weight, groups), tolerance(dtype) * 2)
     assert_rows_alone(lambda part: [run_native(wo_a, out[part], weight, groups)], rows)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 from torch import Tensor
 
 from cedar.ops.mhc import Crossing, Mixing, Norm, Written, mega_mhc
-from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 
 class Inputs(NamedTuple):
@@ -32,7 +32,9 @@ def inputs(rows: int, hc: int, hidden: int, dtype: torch.dtype, seed: int = 0, s
     return Inputs(
         torch.randn(rows, hc, hidden, generator=g).to(dtype),
         Written(
-            torch.randn(rows, hidden, generator=g).to(dtype), 2 * torch.rand(rows, hc, generator=g), torch.rand(rows, hc, hc, generator=g)
+            torch.randn(rows, hidden, generator=g).to(dtype),
+            2 * torch.rand(rows, hc, generator=g),
+            torch.rand(rows, hc, hc, generator=g),
         ),
         torch.rand(rows, hc, generator=g),
         Mixing(
@@ -57,7 +59,8 @@ def test_a_boundary_differs_from_the_reference(rows: int, hc: int, hidden: int, 
     x = inputs(rows, hc, hidden, dtype, spread=spread)
     actual, expected = flat(run_native(mega_mhc, *x)), flat(mega_mhc(*x))
     for one, other in zip(actual, expected, strict=True):
-        assert one is not None and other is not None
+        assert one is not None
+        assert other is not None
         assert one.dtype is other.dtype
         # streams that are rounded the other way move what is computed from them
         assert_close(one, other, 2 * tolerance(dtype) * max(1.0, spread))
@@ -67,7 +70,9 @@ def test_a_boundary_differs_from_the_reference(rows: int, hc: int, hidden: int, 
 @pytest.mark.parametrize("expands", [True, False])
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("norms", [True, False])
-def test_a_part_that_was_not_asked_for_is_computed_or_missing(dtype: torch.dtype, expands: bool, mixes: bool, norms: bool) -> None:
+def test_a_part_that_was_not_asked_for_is_computed_or_missing(
+    dtype: torch.dtype, expands: bool, mixes: bool, norms: bool
+) -> None:
     x = inputs(5, 4, 64, dtype)
     arguments = (x.streams, x.written if expands else None, x.pre, x.mixing if mixes else None, x.norm if norms else None)
     for one, other in zip(flat(run_native(mega_mhc, *arguments)), flat(mega_mhc(*arguments)), strict=True):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 from cedar.ops.moe import Experts, mega_gate, moe_fp4
-from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,7 +67,15 @@ def routed(rows: int, count: int, top_k: int, hidden: int, dtype: torch.dtype) -
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 12), st.data(), st.integers(1, 100), st.integers(1, 60), st.sampled_from(DTYPES), st.booleans())
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.data(),
+    st.integers(1, 100),
+    st.integers(1, 60),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+)
 def test_the_experts_differ_from_the_reference(
     rows: int, count: int, data: st.DataObject, hidden: int, inner: int, dtype: torch.dtype, quantised: bool
 ) -> None:

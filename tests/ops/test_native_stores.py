@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_support import DTYPES, assert_close, assert_rows_alone, run_native, seeded, tolerance
 from torch import Tensor
 
 from cedar.cache.layout import GlobalRecords, IndexKeyRecords, WindowRecords
@@ -16,7 +17,6 @@ from cedar.cache.records import FloatRecords, RecordFormat, RecordPool
 from cedar.cache.rows import WindowPlan, WritePlan
 from cedar.ops.compress import CompressorWeights, compress_store
 from cedar.ops.window import window_store
-from native_support import DTYPES, assert_close, assert_rows_alone, run_native, seeded, tolerance
 
 DIM, INDEX_DIM, PAIRS = 96, 64, 16
 CPU = torch.device("cpu")
@@ -55,7 +55,9 @@ def test_the_encoders_write_other_bytes(seed: int, dtype: torch.dtype, kind: str
         write = WritePlan(None, torch.arange(1, 1 + rows), torch.arange(rows))
         unit = torch.eye(DIM).to(dtype)
         other = RecordPool.allocate(FloatRecords(DIM, dtype), 16, CPU)
-        weights = CompressorWeights(weight if kind == "global" else torch.ones(DIM), unit, weight if kind == "index" else torch.ones(DIM), 0.0)
+        weights = CompressorWeights(
+            weight if kind == "global" else torch.ones(DIM), unit, weight if kind == "index" else torch.ones(DIM), 0.0
+        )
         pools = (pool, other) if kind == "global" else (other, pool)
         run_native(compress_store, x, None, write, weights, *still(rows), *pools)
     assert torch.equal(pool.load(torch.arange(1, 1 + rows)), expected)
@@ -76,7 +78,9 @@ def window_plan(rows: int, history: int, kept: int, generator: torch.Generator) 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 30), st.integers(0, 9), st.data(), st.sampled_from(DTYPES), st.booleans())
-def test_the_rings_differ_from_the_reference(rows: int, history: int, data: st.DataObject, dtype: torch.dtype, packed: bool) -> None:
+def test_the_rings_differ_from_the_reference(
+    rows: int, history: int, data: st.DataObject, dtype: torch.dtype, packed: bool
+) -> None:
     kept = data.draw(st.integers(0, rows))
     g = seeded(rows + history)
     record: RecordFormat = WindowRecords(DIM) if packed else FloatRecords(DIM, dtype)
@@ -85,7 +89,11 @@ def test_the_rings_differ_from_the_reference(rows: int, history: int, data: st.D
     for ring in rings:
         ring.store(old, torch.arange(1, 40))
     plan = window_plan(rows, history, kept, g)
-    kv, weight, angle = torch.randn(rows, DIM, generator=g).to(dtype), torch.rand(DIM, generator=g), torch.randn(rows, PAIRS, generator=g)
+    kv, weight, angle = (
+        torch.randn(rows, DIM, generator=g).to(dtype),
+        torch.rand(DIM, generator=g),
+        torch.randn(rows, PAIRS, generator=g),
+    )
     arguments = (kv, weight, 1e-20, angle.cos(), angle.sin())
     table, staged = run_native(window_store, *arguments, rings[0], plan)
     expected_table, expected_staged = window_store(*arguments, rings[1], plan)
@@ -122,7 +130,10 @@ def compressed(
     pools = tuple(RecordPool.allocate(record, 32, CPU) for record in kinds)
     projected = torch.randn(tokens, ratio * DIM, generator=g).to(dtype if ratio == 1 else torch.float32)
     weights = CompressorWeights(
-        torch.rand(DIM, generator=g), torch.randn(INDEX_DIM, DIM, generator=g).to(dtype), torch.rand(INDEX_DIM, generator=g), 1e-20
+        torch.rand(DIM, generator=g),
+        torch.randn(INDEX_DIM, DIM, generator=g).to(dtype),
+        torch.rand(INDEX_DIM, generator=g),
+        1e-20,
     )
     angle = torch.randn(tokens // ratio, PAIRS, generator=g)
     open_rows = torch.full((3, 2 * DIM), torch.nan) if ratio == 2 else None

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_support import everything, native_library
 
 from cedar.errors import CedarError
 from cedar.ops import native
+from cedar.ops.abi import OPERATIONS
 from cedar.ops.linear import mxfp8_linear
 from cedar.ops.native import NativeUnsupported
 from cedar.ops.provider import Choice, FusedOp, choose, using
-from native_support import everything, native_library
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,9 @@ def test_an_unsupported_call_falls_back_though_it_was_asked_for() -> None:
         doubled(-1)
 
 
-def test_auto_is_silent_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_is_silent_without_a_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CEDAR_KERNELS", str(tmp_path / "none.so"))
     native.load.cache_clear()
     try:
@@ -85,7 +88,7 @@ def test_a_file_that_is_no_library_is_loaded(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_one_operation_cannot_be_chosen() -> None:
     native_library()
-    every = set(native.OPERATIONS)
+    every = set(OPERATIONS)
     assert choose("reference", CPU, {}).native_ops == set()
     assert choose("auto", CPU, {}).native_ops == every
     assert choose("native", CPU, {}).required == every

@@ -8,6 +8,7 @@ selection always has top-k columns, every row has a group to write, and what a r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,9 @@ class DecodeRows:
             self._base[ratio], base = _pair(rows, 1)
             self._slots[ratio], slots = _pair(rows)
             self._first_token[ratio], first_token = _pair(rows)
-            pairs = (numbers, open_from, numbers, open_to) if ratio == 2 else (None, None, None, None)
+            write = WritePlan(numbers, slots, first_token, masked=True)
+            if ratio == 2:
+                write = replace(write, first=numbers, open_from=open_from, open_rows=numbers, open_to=open_to)
             entries[ratio] = EntryPlan(
                 table=table,
                 width=geometry.topk,
@@ -51,7 +54,7 @@ class DecodeRows:
                 slots=None,
                 tiles=(ScoreTile(0, rows, rows, most, None, visible),),
                 ragged=True,
-                write=WritePlan(numbers, slots, first_token, *pairs, masked=True),
+                write=write,
             )
         view = WindowView(index)
         window = WindowPlan(None, None, store_to)

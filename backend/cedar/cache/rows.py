@@ -76,7 +76,10 @@ class WindowPlan:
 
 @dataclass(frozen=True)
 class WindowView:
-    """The window keys of each row, in a table of records whose row 0 is null. index: int64 [T, W] by ascending position; 0: masked."""
+    """The window keys of each row, in a table of records whose row 0 is null.
+
+    index: int64 [T, W] by ascending position; 0: masked.
+    """
 
     index: Tensor
 

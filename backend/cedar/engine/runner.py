@@ -16,8 +16,8 @@ from cedar.config.model import ModelConfig
 from cedar.engine.batch import BatchBuilder, Chunk, EncoderBatch
 from cedar.engine.budget import cache_formats, plan_cache
 from cedar.engine.device import CpuThreads, free_memory, resolve_device, resolve_dtype
-from cedar.engine.hits import PrefixHits, SnapshotTask
 from cedar.engine.graphs import DecodeGraphs
+from cedar.engine.hits import PrefixHits, SnapshotTask
 from cedar.engine.memory import ModelSequence
 from cedar.engine.replay import EncodedSequence, SeamSizes
 from cedar.engine.request import DecoderReplay
@@ -93,9 +93,7 @@ class ModelRunner:
         budget = settings.kv_cache_bytes or int(free_memory(device) * settings.kv_cache_share)
         sizes = plan_cache(config, formats, settings, dtype, budget)
         cache = KVCache(config, formats, sizes, device)
-        return cls(
-            model, hasher, cache, device, threads, ops, max_model_len=max_model_len, prefix_cache=settings.prefix_cache
-        )
+        return cls(model, hasher, cache, device, threads, ops, max_model_len=max_model_len, prefix_cache=settings.prefix_cache)
 
     def open(self, prompt: Prompt, num_tokens: int) -> ModelSequence | None:
         """See `Runner.open`."""

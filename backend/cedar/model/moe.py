@@ -66,7 +66,8 @@ class MoE(nn.Module):
         self.shared_w2 = Linear(inner, hidden, dtype, fp8=True, act_quant=act_quant)
 
     def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
-        return moe_fp4(x, *self.gate(x, image), self.experts)
+        ids, weights = self.gate(x, image)
+        return moe_fp4(x, ids, weights, self.experts)
 
     @cached_property
     def experts(self) -> Experts:
@@ -86,4 +87,3 @@ class MoE(nn.Module):
         load_dense(read, f"{prefix}.shared_experts.w1", shared[:inner], fp8=True)
         load_dense(read, f"{prefix}.shared_experts.w3", shared[inner:], fp8=True)
         self.shared_w2.load(read, f"{prefix}.shared_experts.w2")
-

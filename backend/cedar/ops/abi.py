@@ -35,7 +35,8 @@ TABLE = {
         out!:type[rows,hidden]""",
     "mxfp8_linear": """
         type weight_type out_type rows in_dim out_dim act_quant:int norm_eps:float
-        x:type[rows,in_dim] weight:weight_type[out_dim,in_dim] weight_scale?:u8[(out_dim+31)//32,(in_dim+31)//32] norm_weight?:f32[out_dim] y!:out_type[rows,out_dim]""",
+        x:type[rows,in_dim] weight:weight_type[out_dim,in_dim] weight_scale?:u8[(out_dim+31)//32,(in_dim+31)//32]
+        norm_weight?:f32[out_dim] y!:out_type[rows,out_dim]""",
     "wo_a": """
         type weight_type rows groups:int in_dim:int rank:int
         x:type[rows,groups*in_dim] weight:weight_type[groups*rank,in_dim]
@@ -160,7 +161,7 @@ class Operation:
         return any(tensor.kind == scalar.name for tensor in self.tensors)
 
     def _derivations(self) -> list[str]:
-        """Statements that find the scalars which nobody passes: from the first tensor that has them, best one that must be there."""
+        """Statements that find the scalars which nobody passes, from the first tensor that has them and must be there."""
         lines = []
         for scalar in self.scalars:
             if scalar.given:

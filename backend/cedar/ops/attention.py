@@ -28,7 +28,7 @@ def mega_attention(
 
     query: [T, H, d], not rotated, compute dtype. cos, sin: float32 [T, dr/2] of the rows' positions. sink: float32 [H], an
     unscaled logit that adds to the denominator only. keys: the window and, in layers with a ratio, the selected entries, N keys
-    a row in all; an index of 0 masks a key. For row t and head h, with s_n = scale * q_h . key_n over the keys that are not masked:
+    a row in all; an index of 0 masks a key. For row t and head h, with s_n = scale * q_h . key_n over the keys not masked:
     out = sum_n exp(s_n) key_n / (sum_n exp(s_n) + exp(sink_h)), all in float32, rounded once to the compute dtype; 0 of no key.
     Rows are tiled so that at most ``max_elements`` key elements exist at a time. Returns [T, H, d].
     """

@@ -17,7 +17,7 @@ from cedar.ops.rope import rotate
 
 
 class CompressorWeights(NamedTuple):
-    """norm float32 [head_dim]; wk [index_head_dim, head_dim], compute dtype; key_norm float32 [index_head_dim]; eps of both norms."""
+    """norm float32 [head_dim]; wk [index_head_dim, head_dim], compute dtype; key_norm float32 [index_head_dim]; eps of both."""
 
     norm: Tensor
     wk: Tensor
@@ -40,7 +40,8 @@ def compress_store(
 
     projected: ratio 1, the rows' values [T, head_dim], compute dtype; ratio 2, ``kv | gate`` float32 [T, 2 head_dim]. open_rows:
     float32 [slots, 2 head_dim] (ratio 2), where the row of a token whose group stays open is kept. cos, sin: float32 [g, dr/2] at
-    the position of each group's FIRST token. Where the plan is masked, negative slots and rows are left alone. Both entries are encoded whole, after the rotation is rounded to the compute dtype.
+    the position of each group's FIRST token. Both entries are encoded whole, after the rotation is rounded to the compute dtype.
+    Where the plan is masked, nothing is stored for negative slots and rows.
     """
     latent = latents(projected, open_rows, write, weights)
     slots = write.slots

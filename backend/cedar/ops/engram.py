@@ -14,8 +14,8 @@ from cedar.ops.provider import FusedOp
 def engram_gather(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantised table rows, concatenated per token (exact): [T, columns * d] in ``dtype``.
 
-    rows: int64 [T, columns]; below 0: a row of zeros. table: uint8 [R, d], E4M3 codes; table_scale: uint8 [R, d/32], UE8M0. All on
-    the device of the table.
+    rows: int64 [T, columns]; below 0: a row of zeros. table: uint8 [R, d], E4M3 codes; table_scale: uint8 [R, d/32], UE8M0.
+    All on the device of the table.
     """
     flat = rows.flatten()
     safe = flat.clamp_min(0)
@@ -32,9 +32,10 @@ def _(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> T
 
 @FusedOp
 def engram_gate(streams: Tensor, keys_value: Tensor, qk_weight: Tensor, eps: float) -> Tensor:
-    """S_i + gate_i v for every stream i, gate_i = sigmoid(signed sqrt of the normalised dot product of S_i and key i); float32 inside.
+    """S_i + gate_i v for every stream i, gate_i = sigmoid(signed sqrt of the normalised dot product of S_i and key i).
 
-    streams: [T, hc, D]. keys_value: [T, (hc + 1) D], hc keys, then the value. qk_weight: float32 [hc, D]. Returns new streams.
+    streams: [T, hc, D]. keys_value: [T, (hc + 1) D], hc keys, then the value. qk_weight: float32 [hc, D]. float32
+    inside. Returns new streams.
     """
     hc, hidden = streams.shape[1:]
     parts = keys_value.float().view(-1, hc + 1, hidden)

@@ -55,8 +55,8 @@ class Crossing(NamedTuple):
 def mega_mhc(streams: Tensor, written: Written | None, pre: Tensor | None, mixing: Mixing | None, norm: Norm | None) -> Crossing:
     """From the end of one sub-layer to the start of the next; each of the three parts may be left out.
 
-    written: streams <- expand(output, streams, post, comb). mixing: the new streams' `mix`. norm: RMSNorm(collapse(streams, pre)),
-    where ``pre`` (float32 [T, hc]) comes from the sub-layer before. Everything is computed from streams as they are stored.
+    written: streams <- expand(output, streams, post, comb). mixing: the new streams' `mix`. norm: RMSNorm(collapse(streams,
+    pre)), where ``pre`` (float32 [T, hc]) comes from the sub-layer before. All is computed from streams as they are stored.
     """
     if written is not None:
         streams = expand(written.output, streams, written.post, written.comb)
@@ -76,8 +76,8 @@ def _(streams: Tensor, written: Written | None, pre: Tensor | None, mixing: Mixi
     new_streams = None if written is None else torch.empty_like(streams)
     gates = None
     if mixing is not None:
-        options = {"dtype": torch.float32, "device": streams.device}
-        gates = Gates(*(torch.empty(shape, **options) for shape in ((rows, hc), (rows, hc), (rows, hc, hc))))
+        new_pre, new_post = (torch.empty(rows, hc, dtype=torch.float32, device=streams.device) for _ in range(2))
+        gates = Gates(new_pre, new_post, new_pre.new_empty(rows, hc, hc))
     normed = None if norm is None else streams.new_empty(rows, hidden)
     inputs = (output, streams, post, comb, pre, fn, scale, base, weight)
     outputs = (new_streams, *(gates or (None, None, None)), normed)

@@ -15,7 +15,13 @@ from cedar.ops.quant import fq8
 
 @FusedOp
 def mega_gate(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, scaling: float, image_bias: Tensor | None = None, image: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scaling: float,
+    image_bias: Tensor | None = None,
+    image: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by biased score, weigh them by unbiased score; all float32.
 
@@ -33,7 +39,13 @@ def mega_gate(
 
 @mega_gate.native
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, scaling: float, image_bias: Tensor | None = None, image: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    scaling: float,
+    image_bias: Tensor | None = None,
+    image: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     ids = torch.empty(x.shape[0], top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(x.shape[0], top_k, dtype=torch.float32, device=x.device)
@@ -42,9 +54,10 @@ def _(
 
 
 class Experts(NamedTuple):
-    """Weights of a layer's experts, one dtype: w13 [E, 2 I, D] (w1, then w3), w2 [E, D, I]; shared_w13 [2 I, D], shared_w2 [D, I].
+    """Weights of a layer's experts, one dtype.
 
-    limit: of the swiglu. act_quant: round the input of every product to MXFP8.
+    w13 [E, 2 I, D] (w1, then w3), w2 [E, D, I]; shared_w13 [2 I, D], shared_w2 [D, I]. limit: of the swiglu.
+    act_quant: round the input of every product to MXFP8.
     """
 
     w13: Tensor

@@ -28,7 +28,7 @@ LIBRARY = "libcedar_kernels.so"
 _UNSUPPORTED, _WORKSPACE = 2, 4
 
 _ROOT = Path(__file__).resolve().parents[3]
-_NAMESPACE = torch.library.Library("cedar", "DEF")
+_NAMESPACE: Any = torch.library.Library("cedar", "DEF")  # type: ignore[no-untyped-call]
 _registered: list[str] = []
 _CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
@@ -147,7 +147,7 @@ class Recording:
         self._memory = torch.empty(size, dtype=torch.uint8)
         self._array = (_Call * len(self._calls))()
         for place, (run, _, args) in zip(self._array, self._calls, strict=True):
-            args.workspace_bytes, args.workspace = size, self._memory.data_ptr()  # type: ignore[attr-defined]
+            args.workspace_bytes, args.workspace = size, self._memory.data_ptr()
             place.function, place.args = ctypes.cast(run, ctypes.c_void_p), ctypes.addressof(args)
 
     def replay(self) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from cedar.errors import invalid
 from cedar.ops import native
+from cedar.ops.abi import OPERATIONS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,7 +91,7 @@ def choose(ops: str, device: torch.device, env: Mapping[str, str] | None = None)
     when an operation must be native and the library is not there.
     """
     env = os.environ if env is None else env
-    wanted = {name: _wanted(name, ops, env) for name in native.OPERATIONS}
+    wanted = {name: _wanted(name, ops, env) for name in OPERATIONS}
     required = {name for name, how in wanted.items() if how == "native"}
     if not any(how != "reference" for how in wanted.values()):
         return Choice(set(), set())
