@@ -189,6 +189,23 @@ def _register(library: Library, operation: Operation) -> None:
     torch.library.register_fake(f"cedar::{operation.name}", lambda *_: None, lib=_NAMESPACE)
 
 
+def _on_stream(stream: torch.cuda.Stream, size: int) -> Tensor:
+    """Workspace of the CUDA bodies, one per stream, whose calls take turns: grown and kept, zeroed once, as the counters need it.
+
+    A graph that was captured keeps what it was captured with.
+    """
+    memory = _stream_memory.get(stream)
+    if memory is None or memory.numel() < size:
+        if memory is not None:
+            _outgrown.append(memory)
+        memory = _stream_memory[stream] = torch.zeros(size + size // 2, dtype=torch.uint8, device=stream.device)
+    return memory
+
+
+_stream_memory: dict[torch.cuda.Stream, Tensor] = {}
+_outgrown: list[Tensor] = []
+
+
 def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None], Callable[..., None]]:
     """What the dispatcher calls for tensors of a CPU and of a GPU."""
     struct = struct_of(operation)
@@ -211,14 +228,13 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
             _active.recording.add(run, workspace, args, arguments)
 
     def on_cuda(*arguments: Any) -> None:
-        device = arguments[first].device
+        stream = torch.cuda.current_stream(arguments[first].device)
         args = build(*arguments, 1, 1, 0, None)
         size = workspace(byref(args))
-        # freed when this returns, and by the allocator's rule reused only by what comes later on the same stream
-        memory = torch.empty(max(size, 0), dtype=torch.uint8, device=device)
-        args.workspace_bytes, args.workspace = size, memory.data_ptr()
-        with torch.cuda.device(device):
-            status = run(byref(args), torch.cuda.current_stream(device).cuda_stream)
+        if size > 0:
+            args.workspace_bytes, args.workspace = size, _on_stream(stream, size).data_ptr()
+        with torch.cuda.device(stream.device):
+            status = run(byref(args), stream.cuda_stream)
         if status:
             _raise(library, operation.name, status)
 

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA bodies of the library against the references, on a GPU: the release's and the embedded model's dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from native_support import assert_close, everything, seeded
+from torch import Tensor
+
+from cedar.cache.layout import GlobalRecords, IndexKeyRecords, WindowRecords
+from cedar.cache.records import RecordPool
+from cedar.cache.rows import WindowPlan, WritePlan
+from cedar.model.quantize import dequantize_fp8_tiles, quantize_fp8_tiles
+from cedar.ops.attention import wo_a
+from cedar.ops.compress import CompressorWeights, compress_store
+from cedar.ops.mhc import Crossing, Mixing, Norm, Written, mega_mhc
+from cedar.ops.moe import mega_gate
+from cedar.ops.native import NativeUnsupported
+from cedar.ops.provider import Choice, using
+from cedar.ops.window import window_store
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+ROWS = [1, 2, 7, 16, 17, 33, 48, 64, 130]
+BF16 = torch.bfloat16
+
+
+def on_gpu(op: Any, *arguments: Any) -> Any:
+    with torch.inference_mode(), using(everything()):
+        return op(*arguments)
+
+
+def to_gpu(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.cuda()
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(to_gpu(part) for part in x))
+    return x
+
+
+def same_bits(run: Callable[[slice], Sequence[Tensor | None]], rows: int) -> None:
+    together = run(slice(0, rows))
+    for start in range(0, rows, 5):
+        part = slice(start, min(start + 5, rows))
+        for some, every in zip(run(part), together, strict=True):
+            if some is not None and every is not None:
+                assert torch.equal(some.view(torch.uint8), every[part].contiguous().view(torch.uint8))
+    for one, other in zip(run(slice(0, rows)), together, strict=True):
+        assert one is None or other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def flat(crossing: Crossing) -> list[Tensor | None]:
+    return [crossing.streams, *(crossing.gates or (None,) * 3), crossing.normed]
+
+
+def boundary(rows: int, hidden: int) -> tuple[Tensor, Written, Tensor, Mixing, Norm]:
+    g = seeded(rows)
+    written = Written(
+        torch.randn(rows, hidden, generator=g).to(BF16),
+        2 * torch.rand(rows, 4, generator=g),
+        torch.rand(rows, 4, 4, generator=g) / 4,
+    )
+    mixing = Mixing(
+        torch.randn(24, 4 * hidden, generator=g) * hidden**-0.5,
+        torch.rand(24, generator=g),
+        torch.randn(24, generator=g),
+        1e-6,
+        1e-20,
+        20,
+    )
+    streams = torch.randn(rows, 4, hidden, generator=g).to(BF16)
+    return streams, written, torch.rand(rows, 4, generator=g), mixing, Norm(torch.rand(hidden, generator=g), 1e-20)
+
+
+@pytest.mark.parametrize("hidden", [64, 256, 5120])
+@pytest.mark.parametrize("rows", [*ROWS, 1500])
+@pytest.mark.parametrize("parts", ["all", "expand", "mix", "norm"])
+def test_a_boundary_differs_from_the_reference(rows: int, hidden: int, parts: str) -> None:
+    streams, written, pre, mixing, norm = boundary(rows, hidden)
+    arguments = (
+        streams,
+        written if parts in ("all", "expand") else None,
+        pre,
+        mixing if parts in ("all", "mix") else None,
+        norm if parts in ("all", "norm") else None,
+    )
+    actual, expected = flat(on_gpu(mega_mhc, *map(to_gpu, arguments))), flat(mega_mhc(*arguments))
+    for one, other in zip(actual, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert_close(one.cpu(), other, 4e-3)
+
+
+def test_a_boundary_depends_on_its_batch() -> None:
+    streams, written, pre, mixing, norm = (to_gpu(x) for x in boundary(70, 5120))
+
+    def run(part: slice) -> list[Tensor | None]:
+        some = Written(*(x[part].contiguous() for x in written))
+        return flat(on_gpu(mega_mhc, streams[part].contiguous(), some, pre[part].contiguous(), mixing, norm))
+
+    same_bits(run, 70)
+
+
+@pytest.mark.parametrize(("hidden", "experts", "top_k"), [(64, 8, 2), (256, 16, 4), (5120, 384, 6), (5120, 128, 3)])
+@pytest.mark.parametrize("rows", [*ROWS, 700])
+def test_a_choice_differs_from_the_reference(rows: int, hidden: int, experts: int, top_k: int) -> None:
+    g = seeded(rows + experts)
+    x, weight = (
+        torch.randn(rows, hidden, generator=g).to(BF16),
+        (torch.randn(experts, hidden, generator=g) * hidden**-0.5).to(BF16),
+    )
+    bias, image_bias = (torch.randn(experts, generator=g) * 0.1 for _ in range(2))
+    image = torch.rand(rows, generator=g) < 0.3
+    ids, weights = on_gpu(mega_gate, x.cuda(), weight.cuda(), bias.cuda(), top_k, 1.5, image_bias.cuda(), image.cuda())
+    scores = torch.nn.functional.softplus(x.double() @ weight.double().T).sqrt()
+    biased = scores + torch.where(image[:, None], image_bias, bias)
+    best = biased.topk(top_k, -1).values
+    torch.testing.assert_close(biased.gather(1, ids.cpu()), best, atol=1e-4, rtol=0)
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+    chosen = scores.gather(1, ids.cpu())
+    torch.testing.assert_close(weights.cpu().double(), chosen / chosen.sum(1, keepdim=True) * 1.5, atol=1e-5, rtol=1e-4)
+
+
+def test_equal_scores_select_late_experts_or_counters_are_left() -> None:
+    for _ in range(3):
+        ids, _ = on_gpu(
+            mega_gate,
+            torch.randn(70, 256).to(BF16).cuda(),
+            torch.zeros(16, 256, dtype=BF16).cuda(),
+            torch.zeros(16).cuda(),
+            4,
+            1.5,
+        )
+        assert ids.tolist() == [[0, 1, 2, 3]] * 70
+
+
+def test_a_choice_depends_on_its_batch() -> None:
+    g = seeded(4)
+    x, weight, bias = (
+        torch.randn(100, 5120, generator=g).to(BF16).cuda(),
+        torch.randn(384, 5120, generator=g).to(BF16).cuda(),
+        None,
+    )
+    bias = torch.zeros(384).cuda()
+    same_bits(lambda part: on_gpu(mega_gate, x[part].contiguous(), weight, bias, 6, 1.5), 100)
+
+
+@pytest.mark.parametrize(("groups", "inner", "rank"), [(8, 4096, 1024), (2, 128, 32), (4, 256, 64)])
+@pytest.mark.parametrize("rows", [n for n in ROWS if n <= 64])
+def test_the_grouped_projection_differs_from_the_reference(rows: int, groups: int, inner: int, rank: int) -> None:
+    g = seeded(rows + inner)
+    out, weight = torch.randn(rows, groups, inner, generator=g).to(BF16), torch.randn(groups * rank, inner, generator=g).to(BF16)
+    assert_close(on_gpu(wo_a, out.cuda(), weight.cuda(), groups).cpu(), wo_a(out.float(), weight.float(), groups), 5e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_fp8_tiles_multiply_otherwise_than_their_values(rows: int) -> None:
+    g = seeded(rows)
+    codes, scale = quantize_fp8_tiles(torch.randn(2048, 1024, generator=g) * torch.logspace(-4, 2, 1024))
+    x, y = torch.randn(rows, 2, 1024, generator=g).to(BF16), torch.empty(rows, 2048, dtype=BF16, device="cuda")
+    everything()
+    torch.ops.cedar.wo_a.default(x.cuda(), codes.cuda(), scale.cuda(), y, 2, 1024, 1024)
+    values = dequantize_fp8_tiles(codes, scale, torch.float32)
+    assert_close(y.cpu(), wo_a(x.float(), values, 2), 5e-3)
+
+
+def test_more_rows_than_the_body_takes_do_not_reach_the_reference() -> None:
+    x, weight = torch.randn(65, 2, 128).to(BF16).cuda(), torch.randn(64, 128).to(BF16).cuda()
+    with pytest.raises(NativeUnsupported, match="at most 64"):
+        torch.ops.cedar.wo_a.default(x, weight, None, torch.empty(65, 64, dtype=BF16, device="cuda"), 2, 128, 32)
+    choice = Choice({"wo_a"}, set())
+    with torch.inference_mode(), using(choice):
+        assert wo_a(x, weight, 2).shape == (65, 64)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 512])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("history", [0, 5])
+def test_window_records_differ_from_the_reference(dim: int, dtype: torch.dtype, history: int) -> None:
+    g = seeded(dim)
+    rows, record = 19, WindowRecords(dim)
+    old = record.encode(torch.randn(39, dim, generator=g).to(dtype))
+    kv, weight, angle = (
+        torch.randn(rows, dim, generator=g).to(dtype),
+        torch.rand(dim, generator=g),
+        torch.randn(rows, 16, generator=g),
+    )
+    places = 1 + torch.randperm(39, generator=g)
+    plan = WindowPlan(None, None, places[:rows].contiguous())
+    if history:
+        plan = WindowPlan(places[-history:].contiguous(), torch.arange(3, rows), torch.cat([places[-2:], places[: rows - 5]]))
+    results = []
+    for device in ("cuda", "cpu"):
+        ring = RecordPool.allocate(record, 40, torch.device(device))
+        ring.store(old.to(device), torch.arange(1, 40, device=device))
+        moved = WindowPlan(*(None if x is None else x.to(device) for x in (plan.history, plan.store_from, plan.store_to)))
+        arguments = (kv.to(device), weight.to(device), 1e-20, angle.cos().to(device), angle.sin().to(device), ring, moved)
+        table, staged = on_gpu(window_store, *arguments) if device == "cuda" else window_store(*arguments)
+        results.append([x.cpu() for x in (table, staged, ring.rows)])
+    for one, other in zip(*results, strict=True):
+        assert ((one != other).float().mean() < 2e-3).item()
+        assert_close(record.decode(one), record.decode(other), 2e-2)
+
+
+@pytest.mark.parametrize(("dim", "index_dim"), [(64, 64), (128, 64), (512, 128)])
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_entries_differ_from_the_reference(dim: int, index_dim: int, ratio: int, masked: bool) -> None:
+    g = seeded(dim + ratio)
+    rows = 24 if ratio == 1 else 25
+    groups = torch.arange(rows // ratio)
+    projected = torch.randn(rows, ratio * dim, generator=g).to(BF16 if ratio == 1 else torch.float32)
+    weights = CompressorWeights(
+        torch.rand(dim, generator=g),
+        (torch.randn(index_dim, dim, generator=g) * dim**-0.5).to(BF16),
+        torch.rand(index_dim, generator=g),
+        1e-20,
+    )
+    slots = 1 + groups
+    if masked:
+        slots = torch.where(groups % 3 == 0, -1, slots)
+    write = WritePlan(None, slots, groups * ratio, masked=masked)
+    if ratio == 2:  # row 0 ends a group whose first token is in open row 2, and the last row leaves its group open there
+        first = torch.where(groups == 0, 0, 2 * groups)
+        write = WritePlan(
+            torch.where(groups == 0, 0, 2 * groups),
+            slots,
+            groups * 2,
+            first,
+            torch.tensor([2]),
+            torch.tensor([24]),
+            torch.tensor([2]),
+            masked,
+        )
+    angle = torch.randn(len(groups), 16, generator=g)
+    results = []
+    for device in ("cuda", "cpu"):
+        pools = [
+            RecordPool.allocate(record, 32, torch.device(device)) for record in (GlobalRecords(dim), IndexKeyRecords(index_dim))
+        ]
+        open_rows = torch.ones(4, 2 * dim, device=device) if ratio == 2 else None
+        fields = (write.rows, write.slots, write.positions, write.first, write.open_from, write.open_rows, write.open_to)
+        moved = WritePlan(*(None if x is None else x.to(device) for x in fields), masked)
+        some = CompressorWeights(*(x.to(device) for x in weights[:3]), weights.eps)
+        arguments = (projected.to(device), open_rows, moved, some, angle.cos().to(device), angle.sin().to(device), *pools)
+        on_gpu(compress_store, *arguments) if device == "cuda" else compress_store(*arguments)
+        results.append((pools, open_rows))
+    everywhere = torch.arange(32)
+    for one, other in zip(results[0][0], results[1][0], strict=True):
+        decoded = one.record.decode(one.load(everywhere.cuda()).cpu()), other.record.decode(other.load(everywhere))
+        assert ((decoded[0] != decoded[1]).float().mean() < 5e-2).item()
+        assert_close(*decoded, 0.1)
+    if ratio == 2:
+        assert torch.equal(results[0][1].cpu(), results[1][1])
+
+
+def test_a_captured_call_cannot_be_replayed() -> None:
+    streams, written, pre, mixing, norm = (to_gpu(x) for x in boundary(5, 256))
+    on_gpu(mega_mhc, streams, written, pre, mixing, norm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), using(everything()), torch.cuda.graph(graph):
+        captured = flat(mega_mhc(streams, written, pre, mixing, norm))
+    streams.neg_()
+    graph.replay()
+    for one, other in zip(captured, flat(on_gpu(mega_mhc, streams, written, pre, mixing, norm)), strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
