@@ -86,7 +86,11 @@ class ModelRunner:
         threads.use()
         hasher = EngramHasher(config, TokenMap(_tokenizer(directory)))
         with device:
-            model = Transformer(config, dtype, act_quant=settings.act_quant, fake_quant=settings.fake_quant)
+            # the library reads the narrower weights as they are; PyTorch would convert them in every product
+            weight_dtype = torch.bfloat16 if ops.native_ops == set(OPERATIONS) else None
+            model = Transformer(
+                config, dtype, act_quant=settings.act_quant, fake_quant=settings.fake_quant, weight_dtype=weight_dtype
+            )
         load_weights(model, directory, progress)
         model.eval()
         formats = cache_formats(config, dtype, fake_quant=settings.fake_quant)

@@ -33,6 +33,7 @@ class Attention(nn.Module):
         *,
         act_quant: bool,
         fake_quant: bool,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         heads, dim, hidden, eps = config.num_attention_heads, config.head_dim, config.hidden_size, config.rms_norm_eps
@@ -40,17 +41,20 @@ class Attention(nn.Module):
         self.eps = eps
         self.heads, self.dim, self.groups = heads, dim, config.o_groups
         self.scale = dim**-0.5
-        self.wq_a = Linear(hidden, config.q_lora_rank, dtype, fp8=True, act_quant=act_quant)
+        self.wq_a = Linear(hidden, config.q_lora_rank, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
         self.q_norm = RMSNorm(config.q_lora_rank, eps)
-        self.wq_b = Linear(config.q_lora_rank, heads * dim, dtype, fp8=True, act_quant=act_quant)
-        self.wkv = Linear(hidden, dim, dtype, fp8=True, act_quant=act_quant)
+        self.wq_b = Linear(config.q_lora_rank, heads * dim, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
+        self.wkv = Linear(hidden, dim, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
         self.kv_norm = RMSNorm(dim, eps)
         self.attn_sink = nn.Parameter(torch.empty(heads), requires_grad=False)
         # the release keeps wo_a's input unquantised
-        self.wo_a = Linear(heads * dim // config.o_groups, config.o_groups * config.o_lora_rank, dtype, fp8=True)
-        self.wo_b = Linear(config.o_groups * config.o_lora_rank, hidden, dtype, fp8=True, act_quant=act_quant)
+        low_rank = config.o_groups * config.o_lora_rank
+        self.wo_a = Linear(heads * dim // config.o_groups, low_rank, dtype, fp8=True, weight_dtype=weight_dtype)
+        self.wo_b = Linear(low_rank, hidden, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
         self.compressor = Compressor(config, spec.ratio, dtype) if spec.owns_kv else None
-        self.indexer = Indexer(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant) if spec.owns_index else None
+        self.indexer = None
+        if spec.owns_index:
+            self.indexer = Indexer(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant, weight_dtype=weight_dtype)
 
     def forward(self, x: Tensor, state: PassState) -> Tensor:
         """x [T, D], normalised -> [T, D]. Entries are written first: queries see groups that end in this step."""

@@ -28,16 +28,17 @@ class Block(nn.Module):
         *,
         act_quant: bool,
         fake_quant: bool,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.engram = Engram(config, spec.index, dtype, act_quant=act_quant) if spec.engram else None
+        self.engram = Engram(config, spec.index, dtype, act_quant=act_quant, weight_dtype=weight_dtype) if spec.engram else None
         self.hc_attn = HyperConnection(config)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = Attention(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant)
+        self.attn = Attention(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant, weight_dtype=weight_dtype)
         self.hc_ffn = HyperConnection(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.ffn = MoE(config, dtype, act_quant=act_quant)
+        self.ffn = MoE(config, dtype, act_quant=act_quant, weight_dtype=weight_dtype)
 
     def forward(self, residual: Residual, state: PassState, window: WindowKeys | None = None) -> Residual:
         """What enters the layer -> what leaves it.

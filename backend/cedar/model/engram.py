@@ -114,13 +114,22 @@ class Engram(nn.Module):
     is the largest tensor of the model and a step reads a few rows. They are dequantised in the gather.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, *, act_quant: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: torch.dtype,
+        *,
+        act_quant: bool = False,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         hc, hidden = config.hc_mult, config.hidden_size
         self.norm_eps = config.rms_norm_eps
         self.dtype = dtype
         self.rows = config.engram_num_embeddings[config.engram_layer_ids.index(layer)]
-        self.wkv = Linear(config.engram_columns * config.engram_head_dim, (hc + 1) * hidden, dtype, fp8=True, act_quant=act_quant)
+        columns = config.engram_columns * config.engram_head_dim
+        self.wkv = Linear(columns, (hc + 1) * hidden, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
         self.qk_weight = nn.Parameter(torch.empty(hc, hidden), requires_grad=False)
         self.table: Tensor
         self.table_scale: Tensor

@@ -20,7 +20,16 @@ class Indexer(nn.Module):
     computed where a row sees at most top-k entries.
     """
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, dtype: torch.dtype, *, act_quant: bool, fake_quant: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        dtype: torch.dtype,
+        *,
+        act_quant: bool,
+        fake_quant: bool,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         heads, dim = config.index_n_heads, config.index_head_dim
         self.heads, self.dim = heads, dim
@@ -32,7 +41,7 @@ class Indexer(nn.Module):
             block=config.candidate_block_size,
             publish=config.candidate_topk_blocks if spec.candidate_source else 0,
         )
-        self.wq_b = Linear(config.q_lora_rank, heads * dim, dtype, fp8=True, act_quant=act_quant)
+        self.wq_b = Linear(config.q_lora_rank, heads * dim, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
         self.weights_proj = Linear(config.hidden_size, heads, dtype, fp8=False)
         if spec.owns_kv:
             self.wk = Linear(config.head_dim, dim, dtype, fp8=False)

@@ -20,20 +20,30 @@ The tensor may be a view of a memory-mapped file: copy it, or keep it and never 
 
 
 class Linear(nn.Module):
-    """y = x W^T, with the weight kept dequantised in ``dtype`` (exact in bfloat16 and float32).
+    """y = x W^T, with the weight kept dequantised in the compute dtype ``dtype``, an FP8 one in ``weight_dtype`` if given.
 
-    fp8: the checkpoint holds E4M3 with a UE8M0 scale per 32x32 tile; otherwise BF16 or F32.
+    fp8: the checkpoint holds E4M3 with a UE8M0 scale per 32x32 tile, exact in bfloat16 and float32; otherwise BF16 or F32.
     act_quant: round the input to MXFP8 first, as the FP8 kernels do (fp8 linears only; `cedar.ops.quant.fq8`).
     """
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, *, fp8: bool, act_quant: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        *,
+        fp8: bool,
+        act_quant: bool = False,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.fp8 = fp8
         self.act_quant = act_quant and fp8
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        kept = (weight_dtype or dtype) if fp8 else dtype
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=kept), requires_grad=False)
 
     def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """x [T, in], of the weight's dtype -> [T, out], then RMSNorm over the outputs if one is given."""
+        """x [T, in], compute dtype -> [T, out], then RMSNorm over the outputs if one is given."""
         return mxfp8_linear(x, self.weight, self.act_quant, norm)
 
     def load(self, read: Reader, prefix: str) -> None:

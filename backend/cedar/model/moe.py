@@ -15,13 +15,13 @@ from cedar.ops.moe import Experts, mega_gate, moe_fp4
 
 
 class Gate(nn.Module):
-    """Chooses experts by biased score, weighs them by unbiased score. All float32."""
+    """Chooses experts by biased score, weighs them by unbiased score. All float32; the weight, stored as BF16, may be kept so."""
 
-    def __init__(self, config: ModelConfig, experts: int, top_k: int) -> None:
+    def __init__(self, config: ModelConfig, experts: int, top_k: int, weight_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.top_k = top_k
         self.scaling = config.routed_scaling_factor
-        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size, dtype=weight_dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False)
         self.bias_vl = nn.Parameter(torch.empty(experts), requires_grad=False)
 
@@ -51,6 +51,7 @@ class MoE(nn.Module):
         dtype: torch.dtype,
         *,
         act_quant: bool = False,
+        weight_dtype: torch.dtype | None = None,
         experts: int | None = None,
         top_k: int | None = None,
     ) -> None:
@@ -59,11 +60,12 @@ class MoE(nn.Module):
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
         self.act_quant = act_quant
-        self.gate = Gate(config, count, top_k or config.num_experts_per_tok)
-        self.w13 = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=dtype), requires_grad=False)
-        self.w2 = nn.Parameter(torch.empty(count, hidden, inner, dtype=dtype), requires_grad=False)
-        self.shared_w13 = Linear(hidden, 2 * inner, dtype, fp8=True, act_quant=act_quant)
-        self.shared_w2 = Linear(inner, hidden, dtype, fp8=True, act_quant=act_quant)
+        self.gate = Gate(config, count, top_k or config.num_experts_per_tok, weight_dtype or torch.float32)
+        kept = weight_dtype or dtype
+        self.w13 = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=kept), requires_grad=False)
+        self.w2 = nn.Parameter(torch.empty(count, hidden, inner, dtype=kept), requires_grad=False)
+        self.shared_w13 = Linear(hidden, 2 * inner, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
+        self.shared_w2 = Linear(inner, hidden, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
 
     def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
         ids, weights = self.gate(x, image)

@@ -54,13 +54,22 @@ class Transformer(nn.Module):
     output is wanted and those that these can still see through the window (`decode`).
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, act_quant: bool = False, fake_quant: bool = True) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        act_quant: bool = False,
+        fake_quant: bool = True,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), requires_grad=False)
         self.layers = nn.ModuleList(
-            Block(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant) for spec in config.layers
+            Block(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant, weight_dtype=weight_dtype)
+            for spec in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)

@@ -77,10 +77,11 @@ def _attend(query: Tensor, keys: Tensor, sink: Tensor, bias: Tensor, scale: floa
 def wo_a(out: Tensor, weight: Tensor, groups: int) -> Tensor:
     """The first, block-diagonal half of the output projection: each group of heads has its own low-rank matrix.
 
-    out: [T, H, d]. weight: [groups * rank, H / groups * d], compute dtype. Returns [T, groups * rank], group after group.
+    out: [T, H, d]. weight: [groups * rank, H / groups * d], bfloat16 or compute dtype. Returns [T, groups * rank], group after
+    group.
     """
     heads = out.reshape(out.shape[0], groups, -1).transpose(0, 1)
-    low_rank = torch.bmm(heads, weight.view(groups, -1, weight.shape[1]).transpose(1, 2))
+    low_rank = torch.bmm(heads, weight.to(out.dtype).view(groups, -1, weight.shape[1]).transpose(1, 2))
     return low_rank.transpose(0, 1).flatten(1)
 
 

@@ -25,11 +25,12 @@ def mega_gate(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by biased score, weigh them by unbiased score; all float32.
 
-    x: [T, D]. weight: float32 [E, D]. bias, image_bias: float32 [E]. image: bool [T], rows that select with ``image_bias``.
+    x: [T, D]. weight: float32 or bfloat16 [E, D]. bias, image_bias: float32 [E]. image: bool [T], rows that select with
+    ``image_bias``.
     Scores a = sqrt(softplus(x W^T)). Returns expert ids int64 [T, k] by falling biased score, ties to the lowest id, and weights
     float32 [T, k] that sum to ``scaling``.
     """
-    scores = torch.nn.functional.softplus(torch.nn.functional.linear(x.float(), weight)).sqrt_()
+    scores = torch.nn.functional.softplus(torch.nn.functional.linear(x.float(), weight.float())).sqrt_()
     if image is not None and image_bias is not None:
         bias = torch.where(image[:, None], image_bias, bias)
     ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -54,7 +55,7 @@ def _(
 
 
 class Experts(NamedTuple):
-    """Weights of a layer's experts, one dtype.
+    """Weights of a layer's experts, all bfloat16 or all of the compute dtype.
 
     w13 [E, 2 I, D] (w1, then w3), w2 [E, D, I]; shared_w13 [2 I, D], shared_w2 [D, I]. limit: of the swiglu.
     act_quant: round the input of every product to MXFP8.
@@ -77,7 +78,9 @@ def moe_fp4(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor
     expert, which has no gate and no scale, is added, and the sum rounded once.
     """
     source = fq8(x) if experts.act_quant else x
-    shared = _product(swiglu(torch.nn.functional.linear(source, experts.shared_w13), experts.limit).to(x.dtype), experts)
+    shared = _product(
+        swiglu(torch.nn.functional.linear(source, experts.shared_w13.to(x.dtype)), experts.limit).to(x.dtype), experts
+    )
     return _routed(source, ids, weights, experts).add_(shared).to(x.dtype)
 
 
@@ -95,7 +98,7 @@ def swiglu(hidden: Tensor, limit: float) -> Tensor:
 
 
 def _product(inner: Tensor, experts: Experts) -> Tensor:
-    return torch.nn.functional.linear(fq8(inner) if experts.act_quant else inner, experts.shared_w2)
+    return torch.nn.functional.linear(fq8(inner) if experts.act_quant else inner, experts.shared_w2.to(inner.dtype))
 
 
 def _routed(source: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
@@ -114,6 +117,6 @@ def _grouped(rows: Tensor, weights: Tensor, groups: list[tuple[int, int]]) -> Te
     """rows [R, in], in runs of (expert, length); weights [E, out, in] -> [R, out]."""
     outputs, start = [], 0
     for expert, length in groups:
-        outputs.append(torch.nn.functional.linear(rows[start : start + length], weights[expert]))
+        outputs.append(torch.nn.functional.linear(rows[start : start + length], weights[expert].to(rows.dtype)))
         start += length
     return torch.cat(outputs)
