@@ -46,10 +46,10 @@ class ModelRunner:
         cache: KVCache,
         device: torch.device,
         threads: CpuThreads,
-        ops: Choice,
         *,
         max_model_len: int,
         prefix_cache: bool = True,
+        ops: Choice | None = None,
     ) -> None:
         self.config = model.config
         self.vocab_size = model.config.vocab_size
@@ -60,7 +60,7 @@ class ModelRunner:
         self._device = device
         self._threads = threads
         self._ops = ops
-        can_record = device.type == "cpu" and ops.native_ops == set(OPERATIONS)
+        can_record = device.type == "cpu" and ops is not None and ops.native_ops == set(OPERATIONS)
         self._graphs = DecodeGraphs(model, cache, cache.tables) if can_record else None
         self._batches = BatchBuilder(model.config, hasher, cache.tables, device)
         self._seam = SeamSizes.of(model.config, model.dtype, cache.window(model.config.cut).record)
@@ -97,7 +97,9 @@ class ModelRunner:
         budget = settings.kv_cache_bytes or int(free_memory(device) * settings.kv_cache_share)
         sizes = plan_cache(config, formats, settings, dtype, budget)
         cache = KVCache(config, formats, sizes, device)
-        return cls(model, hasher, cache, device, threads, ops, max_model_len=max_model_len, prefix_cache=settings.prefix_cache)
+        return cls(
+            model, hasher, cache, device, threads, max_model_len=max_model_len, prefix_cache=settings.prefix_cache, ops=ops
+        )
 
     def open(self, prompt: Prompt, num_tokens: int) -> ModelSequence | None:
         """See `Runner.open`."""
