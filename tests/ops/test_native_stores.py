@@ -184,6 +184,25 @@ def test_a_split_changes_an_entry(ratio: int, split: int) -> None:
         assert (one.rows != 0).any()
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_masked_group_or_row_is_stored(native: bool) -> None:
+    g = seeded(7)
+    pools = RecordPool.allocate(GlobalRecords(DIM), 16, CPU), RecordPool.allocate(IndexKeyRecords(INDEX_DIM), 16, CPU)
+    rows = torch.arange(4)
+    slots, to = torch.tensor([3, -1, 5, -1]), torch.tensor([-1, 2, -1, 4])
+    write = WritePlan(rows, slots, rows, rows, torch.tensor([1, 2, 3, 4]), rows, to, masked=True)
+    projected, open_rows = torch.randn(4, 2 * DIM, generator=g), torch.randn(5, 2 * DIM, generator=g)
+    before = open_rows.clone()
+    weights = CompressorWeights(torch.ones(DIM), torch.randn(INDEX_DIM, DIM, generator=g), torch.ones(INDEX_DIM), 1e-20)
+    arguments = (projected, open_rows, write, weights, *still(4), *pools)
+    run_native(compress_store, *arguments) if native else compress_store(*arguments)
+    assert [n for n in range(5) if not torch.equal(open_rows[n], before[n])] == [2, 4]
+    assert torch.equal(open_rows[[2, 4]], projected[[1, 3]])
+    for pool in pools:
+        stored = pool.load(torch.arange(16)) != 0
+        assert stored.any(1).nonzero()[:, 0].tolist() == [3, 5]
+
+
 def test_no_group_ends_and_the_open_row_is_lost() -> None:
     pools = RecordPool.allocate(GlobalRecords(DIM), 8, CPU), RecordPool.allocate(IndexKeyRecords(INDEX_DIM), 8, CPU)
     none = torch.zeros(0, dtype=torch.int64)
