@@ -194,7 +194,7 @@ def test_a_masked_group_or_row_is_stored(native: bool) -> None:
     projected, open_rows = torch.randn(4, 2 * DIM, generator=g), torch.randn(5, 2 * DIM, generator=g)
     before = open_rows.clone()
     weights = CompressorWeights(torch.ones(DIM), torch.randn(INDEX_DIM, DIM, generator=g), torch.ones(INDEX_DIM), 1e-20)
-    arguments = (projected, open_rows, write, weights, *still(4), *pools)
+    arguments = (projected, open_rows, write, weights, torch.ones(4, PAIRS), torch.zeros(4, PAIRS), *pools)
     run_native(compress_store, *arguments) if native else compress_store(*arguments)
     assert [n for n in range(5) if not torch.equal(open_rows[n], before[n])] == [2, 4]
     assert torch.equal(open_rows[[2, 4]], projected[[1, 3]])
