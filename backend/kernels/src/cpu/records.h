@@ -19,12 +19,6 @@ inline uint8_t encode_e4m3(float value) {
     return uint8_t((magnitude > 0x43e80000 ? 0x7f : code) | bits >> 31 << 7);  // 464
 }
 
-inline float decode_e2m1(uint32_t code) {
-    const uint32_t magnitude = code & 7;
-    const float value = magnitude >= 2 ? from_bits((magnitude << 22) + (126u << 23)) : float(magnitude) * 0.5f;
-    return from_bits(to_bits(value) | (code & 8) << 28);
-}
-
 // To nearest even, saturating; the sign of zero is kept.
 inline uint32_t encode_e2m1(float value) {
     const float m = from_bits(to_bits(value) & 0x7fffffff);
@@ -75,19 +69,18 @@ inline void encode_fp8(const float* x, uint8_t* codes, uint8_t* scale) {
 }
 
 inline void decode_fp8(const uint8_t* codes, uint8_t scale, float* out) {
-    const float s = decode_e8m0(scale);
-    for (int i = 0; i < kMxGroup; ++i) out[i] = decode_e4m3(codes[i]) * s;
+    const V s = broadcast(decode_e8m0(scale));
+    for (int i = 0; i < kMxGroup; i += kLanes) store(out + i, mul(load_e4m3(codes + i), s));
 }
 
 inline void encode_e2m1_pairs(const float* x, float scale, int n, uint8_t* packed) {
     for (int i = 0; i < n / 2; ++i) packed[i] = uint8_t(encode_e2m1(x[2 * i] / scale) | encode_e2m1(x[2 * i + 1] / scale) << 4);
 }
 
+// n: 16 or 32.
 inline void decode_e2m1_pairs(const uint8_t* packed, float scale, int n, float* out) {
-    for (int i = 0; i < n / 2; ++i) {
-        out[2 * i] = decode_e2m1(packed[i]) * scale;
-        out[2 * i + 1] = decode_e2m1(packed[i] >> 4) * scale;
-    }
+    const V s = broadcast(scale);
+    for (int i = 0; i < n; i += kLanes) store(out + i, mul(load_e2m1(packed + i / 2), s));
 }
 
 // Round a row to MXFP8, as the FP8 kernels round their input; the values go back to `type`.

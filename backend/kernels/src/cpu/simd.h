@@ -44,12 +44,27 @@ inline float fused(float a, float b, float c) {
 
 inline float widen(uint16_t bf16) { return from_bits(uint32_t(bf16) << 16); }
 
+// Magnitudes of the E2M1 codes; bit 3 of a code is the sign.
+alignas(32) constexpr float kE2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+
+inline float decode_e2m1(uint32_t code) { return from_bits(to_bits(kE2m1[code & 7]) | (code & 8) << 28); }
+
 // Round to nearest even; a NaN stays one.
 inline uint16_t narrow(float value) {
     const uint32_t bits = to_bits(value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return uint16_t(value == value ? rounded : (bits >> 16) | 0x40);
 }
+
+#if defined(__AVX2__)
+// The sixteen codes of 8 bytes of E2M1 pairs, the low nibble first, one a byte.
+inline __m128i nibbles(const uint8_t* p) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)p), low = _mm_set1_epi8(15);
+    return _mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+}
+#endif
+
+// Vectors: load, load_e4m3 (16 codes) and load_e2m1 (8 bytes of pairs), both without scale, store, and arithmetic.
 
 #if defined(__AVX512F__)
 
@@ -70,6 +85,12 @@ inline V load_e4m3(const uint8_t* p) {
     const __mmask16 is_nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
     value = _mm512_mask_blend_ps(is_nan, value, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
     return {_mm512_or_ps(value, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(0x7f), code), 24)))};
+}
+inline V load_e2m1(const uint8_t* p) {
+    const __m512i code = _mm512_cvtepu8_epi32(nibbles(p));
+    const __m512 magnitude = _mm512_permutexvar_ps(_mm512_and_si512(code, _mm512_set1_epi32(7)), _mm512_castps256_ps512(_mm256_load_ps(kE2m1)));
+    const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(8)), 28);
+    return {_mm512_or_ps(magnitude, _mm512_castsi512_ps(sign))};
 }
 inline V load(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
@@ -104,6 +125,15 @@ inline __m256 e4m3_values8(const uint8_t* p) {
     return _mm256_or_ps(value, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(0x7f), code), 24)));
 }
 inline V load_e4m3(const uint8_t* p) { return {e4m3_values8(p), e4m3_values8(p + 8)}; }
+inline __m256 e2m1_values8(__m128i codes) {
+    const __m256i code = _mm256_cvtepu8_epi32(codes);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(8)), 28);
+    return _mm256_or_ps(_mm256_permutevar8x32_ps(_mm256_load_ps(kE2m1), code), _mm256_castsi256_ps(sign));
+}
+inline V load_e2m1(const uint8_t* p) {
+    const __m128i codes = nibbles(p);
+    return {e2m1_values8(codes), e2m1_values8(_mm_srli_si128(codes, 8))};
+}
 inline void store(float* p, V x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
@@ -135,6 +165,11 @@ inline V load(const uint16_t* p) {
 inline V load_e4m3(const uint8_t* p) {
     float values[kLanes];
     for (int i = 0; i < kLanes; ++i) values[i] = decode_e4m3(p[i]);
+    return load(values);
+}
+inline V load_e2m1(const uint8_t* p) {
+    float values[kLanes];
+    for (int i = 0; i < kLanes; ++i) values[i] = decode_e2m1(p[i / 2] >> i % 2 * 4);
     return load(values);
 }
 inline void store(float* p, V x) { std::memcpy(p, &x, sizeof x); }
