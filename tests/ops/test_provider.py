@@ -97,6 +97,16 @@ def test_one_operation_cannot_be_chosen() -> None:
     assert choose("native", CPU, {"CEDAR_OP_MEGA_GATE": "reference"}).native_ops == every - {"mega_gate"}
 
 
+def test_an_operation_without_a_body_is_chosen() -> None:
+    library = native_library()
+    assert all(library.has_body(name, CPU) for name in OPERATIONS)
+    assert not library.has_body("mega_nothing", CPU)
+    meta = torch.device("meta")
+    assert choose("auto", meta, {}).native_ops == set()
+    with pytest.raises(CedarError, match=r"ops: is 'native', but the library has no compress_store, .* for meta"):
+        choose("native", meta, {})
+
+
 def test_a_wrong_choice_is_not_named() -> None:
     with pytest.raises(CedarError, match=r"CEDAR_OP_WO_A: is 'fast'; allowed: auto \| reference \| native"):
         choose("auto", CPU, {"CEDAR_OP_WO_A": "fast"})

@@ -87,7 +87,8 @@ class ModelRunner:
         hasher = EngramHasher(config, TokenMap(_tokenizer(directory)))
         with device:
             # the library reads the narrower weights as they are; PyTorch would convert them in every product
-            weight_dtype = torch.bfloat16 if ops.native_ops == set(OPERATIONS) else None
+            narrow = dtype is torch.bfloat16 if device.type == "cuda" else ops.native_ops == set(OPERATIONS)
+            weight_dtype = torch.bfloat16 if narrow else None
             model = Transformer(
                 config, dtype, act_quant=settings.act_quant, fake_quant=settings.fake_quant, weight_dtype=weight_dtype
             )

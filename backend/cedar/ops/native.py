@@ -30,6 +30,7 @@ _UNSUPPORTED, _WORKSPACE = 2, 4
 _ROOT = Path(__file__).resolve().parents[3]
 _NAMESPACE: Any = torch.library.Library("cedar", "DEF")  # type: ignore[no-untyped-call]
 _registered: list[str] = []
+_DEVICES = {"cpu": 0, "cuda": 1}
 _CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
@@ -57,12 +58,17 @@ class Library:
             raise NativeUnavailable(f"{path} has ABI version {version}, this Cedar needs {ABI_VERSION}; build it again")
         self.info = info.decode()
         self.last_error = self._function("cedar_last_error", ctypes.c_char_p)
+        self._has_body = self._function("cedar_has_body", ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
         self.replay = self._function("cedar_replay", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
         function = getattr(self._dll, name)
         function.restype, function.argtypes = result, arguments
         return function
+
+    def has_body(self, op: str, device: torch.device) -> bool:
+        """Can the library carry out an operation on a device, at least for some dimensions?"""
+        return device.type in _DEVICES and bool(self._has_body(op.encode(), _DEVICES[device.type]))
 
     def run(self, op: str) -> Any:
         """``int run(args, stream)`` of an operation."""

@@ -102,8 +102,12 @@ def choose(ops: str, device: torch.device, env: Mapping[str, str] | None = None)
             raise invalid("ops", f"is 'native', but {error}", "auto or reference") from error
         _LOG.warning("operations run as their PyTorch references: %s", error)
         return Choice(set(), set())
+    has = {name for name in wanted if library.has_body(name, device)}
+    missing = sorted(required - has)
+    if missing:
+        raise invalid("ops", f"is 'native', but the library has no {', '.join(missing)} for {device.type}", "auto or reference")
     _LOG.info("operations run in %s (%s)", library.path, library.info)
-    return Choice({name for name, how in wanted.items() if how != "reference"}, required)
+    return Choice({name for name, how in wanted.items() if how != "reference"} & has, required)
 
 
 def _wanted(name: str, ops: str, env: Mapping[str, str]) -> str:

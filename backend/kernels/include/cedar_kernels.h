@@ -59,6 +59,9 @@ CEDAR_API const char* cedar_last_error(void);
 /* What the library can run: "cpu: avx512" or "cpu: avx2; cuda: sm_90a sm_100a sm_103a". */
 CEDAR_API const char* cedar_build_info(void);
 
+/* 1 if the operation of this name ("mega_mhc") has a body for the device, at least for some dimensions; else 0. */
+CEDAR_API int cedar_has_body(const char* op, int64_t device);
+
 /*
  * A sub-layer boundary of the hyper-connections, any part of which may be left out:
  *   output given       new_streams = expand(output, streams, post, comb)

@@ -68,6 +68,19 @@ const char* cedar_build_info(void) {
     return text;
 }
 
+int cedar_has_body(const char* op, int64_t device) {
+#define CEDAR_IS(name) \
+    if (std::strcmp(op, #name) == 0) return device == CEDAR_CPU || CEDAR_CUDA_BODY(name);
+#ifdef CEDAR_WITH_CUDA
+#define CEDAR_CUDA_BODY(name) (device == CEDAR_CUDA && cuda::has_body(#name))
+#else
+#define CEDAR_CUDA_BODY(name) false
+#endif
+    CEDAR_OPS(CEDAR_IS)
+#undef CEDAR_IS
+    return 0;
+}
+
 int cedar_replay(const cedar_call* calls, int64_t count, void* stream) {
     for (int64_t n = 0; n < count; ++n)
         if (const int status = calls[n].function(calls[n].args, stream)) return status;
