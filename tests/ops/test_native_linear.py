@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,3 +78,19 @@ def test_the_grouped_projection_differs_from_the_reference(
     )
     assert_close(run_native(wo_a, out, weight, groups), wo_a(out, weight, groups), tolerance(dtype) * 2)
     assert_rows_alone(lambda part: [run_native(wo_a, out[part], weight, groups)], rows)
+
+
+def test_calls_at_the_same_time_share_their_memory() -> None:
+    g = seeded(9)
+    weight = torch.randn(400, 300, generator=g)
+    inputs = [torch.randn(60 + n, 300, generator=g) for n in range(16)]
+    expected = [run_native(mxfp8_linear, x, weight, False, None) for x in inputs]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(20):
+                results = list(pool.map(lambda x: run_native(mxfp8_linear, x, weight, False, None), inputs))
+                assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
