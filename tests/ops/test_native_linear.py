@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
 
+from cedar.ops import native
 from cedar.ops.attention import wo_a
 from cedar.ops.linear import mxfp8_linear
 from cedar.ops.norm import Norm
@@ -47,14 +48,13 @@ def test_a_row_depends_on_its_batch_or_on_the_threads(dtype: torch.dtype, thread
     g = seeded(1)
     x, weight = torch.randn(150, 96, generator=g).to(dtype), torch.randn(333, 96, generator=g).to(dtype)
     norm = Norm(torch.rand(333, generator=g), 1e-6)
-    before = torch.get_num_threads()
     alone = run_native(mxfp8_linear, x, weight, True, norm)
-    torch.set_num_threads(threads)
+    native.set_threads(threads)
     try:
         assert torch.equal(run_native(mxfp8_linear, x, weight, True, norm), alone)
         assert_rows_alone(lambda part: [run_native(mxfp8_linear, x[part], weight, True, norm)], 150)
     finally:
-        torch.set_num_threads(before)
+        native.set_threads(1)
 
 
 def test_a_nan_spreads_to_other_rows() -> None:
@@ -85,12 +85,11 @@ def test_calls_at_the_same_time_share_their_memory() -> None:
     weight = torch.randn(400, 300, generator=g)
     inputs = [torch.randn(60 + n, 300, generator=g) for n in range(16)]
     expected = [run_native(mxfp8_linear, x, weight, False, None) for x in inputs]
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    native.set_threads(2)
     try:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(20):
                 results = list(pool.map(lambda x: run_native(mxfp8_linear, x, weight, False, None), inputs))
                 assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
     finally:
-        torch.set_num_threads(before)
+        native.set_threads(1)

@@ -11,12 +11,11 @@ import torch
 from cedar.config.engine import EngineConfig
 from cedar.config.model import ModelConfig
 from cedar.errors import invalid
+from cedar.ops import native
 
 PARALLEL_WORK = 1 << 26
 """Multiply-adds of one layer from which CPU threads pay. Below it a step is thousands of operations of microseconds, and the
 barrier of each waits for whichever core another process is using."""
-NATIVE_PARALLEL_WORK = 1 << 18
-"""The same with the kernel library, whose few operations share their work only where one is large enough by itself."""
 
 
 def resolve_device(settings: EngineConfig) -> torch.device:
@@ -40,19 +39,25 @@ def free_memory(device: torch.device) -> int:
 
 
 class CpuThreads:
-    """Sets torch's thread count to fit each step. Does nothing on a GPU."""
+    """Sets torch's thread count to fit each step. Does nothing on a GPU.
 
-    def __init__(self, config: ModelConfig, settings: EngineConfig, device: torch.device, *, native: bool) -> None:
+    native_ops: the kernel library carries out all operations. Its threads sleep between operations and are set once; torch, whose
+    idle threads spin and would be in their way, has one.
+    """
+
+    def __init__(self, config: ModelConfig, settings: EngineConfig, device: torch.device, *, native_ops: bool) -> None:
         self._most = settings.cpu_threads or len(os.sched_getaffinity(0))
         self._active = device.type == "cpu"
+        self._native = native_ops
+        if self._active:
+            native.set_threads(self._most)
         attention = config.hidden_size * (config.q_lora_rank + config.head_dim + config.o_groups * config.o_lora_rank)
         attention += config.num_attention_heads * config.head_dim * (config.q_lora_rank + config.o_lora_rank)
         experts = (config.num_experts_per_tok + 1) * 3 * config.hidden_size * config.moe_intermediate_size
         self._row_work = attention + experts
-        self._least_work = NATIVE_PARALLEL_WORK if native else PARALLEL_WORK
 
     def use(self, rows: int | None = None) -> None:
         """For a step of ``rows`` rows; None: all threads (loading)."""
         if self._active:
-            few = rows is not None and rows * self._row_work < self._least_work
+            few = rows is not None and (self._native or rows * self._row_work < PARALLEL_WORK)
             torch.set_num_threads(1 if few else self._most)

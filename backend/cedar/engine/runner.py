@@ -82,7 +82,7 @@ class ModelRunner:
         device = resolve_device(settings)
         dtype = resolve_dtype(settings, device)
         ops = choose(settings.ops, device)
-        threads = CpuThreads(config, settings, device, native=bool(ops.native_ops))
+        threads = CpuThreads(config, settings, device, native_ops=ops.native_ops == set(OPERATIONS))
         threads.use()
         hasher = EngramHasher(config, TokenMap(_tokenizer(directory)))
         with device:

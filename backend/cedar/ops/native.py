@@ -102,6 +102,15 @@ def load() -> Library:
     return library
 
 
+def set_threads(count: int) -> None:
+    """How many threads a CPU body may use, this one included; at first one. They sleep between operations, and results do not
+    depend on their number. Not torch's count: its idle threads spin, which no small operation is worth."""
+    _threads[0] = count
+
+
+_threads = [1]
+
+
 def struct_of(operation: Operation) -> type[ctypes.Structure]:
     """The ctypes struct of an operation's arguments."""
     fields = [(name, _CTYPES[kind]) for name, kind in operation.fields]
@@ -218,12 +227,12 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
     scope: dict[str, Any] = {"Struct": struct, "SIZE": ctypes.sizeof(struct), "TYPES": _TYPES, "wrong": _wrong}
     scope.update({dtype: getattr(torch, dtype) for dtype in KINDS.values()})
     exec(operation.source, scope)
-    build, byref, threads = scope["build"], ctypes.byref, torch.get_num_threads
+    build, byref = scope["build"], ctypes.byref
     run, workspace = library.run(operation.name), library.workspace(operation.name)
     first = next(place for place, tensor in enumerate(operation.tensors) if not tensor.optional)
 
     def on_cpu(*arguments: Any) -> None:
-        args = build(*arguments, 0, threads(), _scratch.size, _scratch.pointer)
+        args = build(*arguments, 0, _threads[0], _scratch.size, _scratch.pointer)
         status = run(byref(args), None)
         if status == _WORKSPACE:
             args.workspace_bytes, args.workspace = _scratch.grow(workspace(byref(args)))
