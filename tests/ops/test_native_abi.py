@@ -15,7 +15,7 @@ import torch
 from native_support import everything, native_library
 
 from cedar.ops import native
-from cedar.ops.abi import OPERATIONS
+from cedar.ops.abi import OPERATIONS, TABLE, Operation
 from cedar.ops.provider import using
 
 HEADER = Path(__file__).resolve().parents[2] / "backend" / "kernels" / "include" / "cedar_kernels.h"
@@ -59,6 +59,17 @@ def test_a_struct_of_another_version_is_read() -> None:
         assert b"size" in library.last_error()
 
 
+@pytest.mark.parametrize("scalars", ["type more:int", "type"])
+def test_a_library_from_before_a_change_is_used(scalars: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same version, but a struct of another size, or not the operation."""
+    path = native_library().path
+    name = "engram_gate" if "more" in scalars else "engram_other"
+    text = TABLE["engram_gate"].replace("type", scalars, 1)
+    monkeypatch.setitem(OPERATIONS, name, Operation(name, text))
+    with pytest.raises(native.NativeUnavailable, match=rf"{re.escape(str(path))} .*{name}.*; build it again"):
+        native.Library(path)
+
+
 def test_a_wrong_tensor_reaches_the_library() -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(3, 8)
     y = torch.zeros(2, 3)
@@ -66,7 +77,7 @@ def test_a_wrong_tensor_reaches_the_library() -> None:
     assert op is not None
     op(x, weight, None, None, y, 0, 0.0)
     for wrong in (torch.zeros(2, 9)[:, :8], torch.zeros(2, 7), torch.zeros(2, 8).half()):
-        with pytest.raises((ValueError, KeyError)):
+        with pytest.raises((ValueError, native.NativeUnsupported), match=r"allowed: dense|no bodies for torch\.float16"):
             op(wrong, weight, None, None, y, 0, 0.0)
     with pytest.raises(ValueError, match=r"y is .*; allowed: dense"):
         op(x, weight, None, None, torch.zeros(2, 2), 0, 0.0)
@@ -74,9 +85,12 @@ def test_a_wrong_tensor_reaches_the_library() -> None:
 
 def test_an_expert_that_does_not_exist_is_read() -> None:
     x, weights = torch.zeros(1, 32), torch.ones(1, 1)
-    matrices = (torch.zeros(2, 8, 32), torch.zeros(2, 32, 4), torch.zeros(8, 32), torch.zeros(32, 4))
+    routed, shared = (
+        (torch.zeros(2, 8, 32), None, torch.zeros(2, 32, 4), None),
+        (torch.zeros(8, 32), None, torch.zeros(32, 4), None),
+    )
     with using(everything()), pytest.raises(RuntimeError, match=r"ids\[0\] is 2, there are 2 experts"):
-        torch.ops.cedar.moe_fp4.default(x, torch.tensor([[2]]), weights, *matrices, torch.zeros(1, 32), 0, 10.0)
+        torch.ops.cedar.moe_fp4.default(x, torch.tensor([[2]]), weights, *routed, *shared, torch.zeros(1, 32), 0, 10.0)
 
 
 def test_shapes_cannot_be_traced() -> None:
@@ -89,6 +103,15 @@ def test_shapes_cannot_be_traced() -> None:
     with FakeTensorMode(), using(everything()):
         y = mxfp8_linear(torch.empty(5, 8), torch.empty(3, 8))
     assert tuple(y.shape) == (5, 3)
+
+
+def test_an_operation_is_registered_wrongly() -> None:
+    """Its schema says what is written, and the fake implementation is enough for tracing."""
+    native_library()
+    g = torch.Generator().manual_seed(0)
+    streams, keys = torch.randn(2, 4, 32, generator=g), torch.randn(2, 5 * 32, generator=g)
+    arguments = (streams, keys, torch.randn(4, 32, generator=g), torch.empty(2, 4, 32), 1e-6)
+    torch.library.opcheck(torch.ops.cedar.engram_gate.default, arguments)
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])

@@ -14,13 +14,10 @@ from torch import Tensor
 from cedar.cache.layout import GlobalRecords, IndexKeyRecords, WindowRecords
 from cedar.cache.records import RecordPool
 from cedar.cache.rows import WindowPlan, WritePlan
-from cedar.model.quantize import dequantize_fp8_tiles, quantize_fp8_tiles
-from cedar.ops.attention import wo_a
 from cedar.ops.compress import CompressorWeights, compress_store
 from cedar.ops.mhc import Crossing, Mixing, Norm, Written, mega_mhc
 from cedar.ops.moe import mega_gate
-from cedar.ops.native import NativeUnsupported
-from cedar.ops.provider import Choice, using
+from cedar.ops.provider import using
 from cedar.ops.window import window_store
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -147,34 +144,6 @@ def test_a_choice_depends_on_its_batch() -> None:
     )
     bias = torch.zeros(384).cuda()
     same_bits(lambda part: on_gpu(mega_gate, x[part].contiguous(), weight, bias, 6, 1.5), 100)
-
-
-@pytest.mark.parametrize(("groups", "inner", "rank"), [(8, 4096, 1024), (2, 128, 32), (4, 256, 64)])
-@pytest.mark.parametrize("rows", [n for n in ROWS if n <= 64])
-def test_the_grouped_projection_differs_from_the_reference(rows: int, groups: int, inner: int, rank: int) -> None:
-    g = seeded(rows + inner)
-    out, weight = torch.randn(rows, groups, inner, generator=g).to(BF16), torch.randn(groups * rank, inner, generator=g).to(BF16)
-    assert_close(on_gpu(wo_a, out.cuda(), weight.cuda(), groups).cpu(), wo_a(out.float(), weight.float(), groups), 5e-3)
-
-
-@pytest.mark.parametrize("rows", [1, 16, 64])
-def test_fp8_tiles_multiply_otherwise_than_their_values(rows: int) -> None:
-    g = seeded(rows)
-    codes, scale = quantize_fp8_tiles(torch.randn(2048, 1024, generator=g) * torch.logspace(-4, 2, 1024))
-    x, y = torch.randn(rows, 2, 1024, generator=g).to(BF16), torch.empty(rows, 2048, dtype=BF16, device="cuda")
-    everything()
-    torch.ops.cedar.wo_a.default(x.cuda(), codes.cuda(), scale.cuda(), y, 2, 1024, 1024)
-    values = dequantize_fp8_tiles(codes, scale, torch.float32)
-    assert_close(y.cpu(), wo_a(x.float(), values, 2), 5e-3)
-
-
-def test_more_rows_than_the_body_takes_do_not_reach_the_reference() -> None:
-    x, weight = torch.randn(65, 2, 128).to(BF16).cuda(), torch.randn(64, 128).to(BF16).cuda()
-    with pytest.raises(NativeUnsupported, match="at most 64"):
-        torch.ops.cedar.wo_a.default(x, weight, None, torch.empty(65, 64, dtype=BF16, device="cuda"), 2, 128, 32)
-    choice = Choice({"wo_a"}, set())
-    with torch.inference_mode(), using(choice):
-        assert wo_a(x, weight, 2).shape == (65, 64)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 512])

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,9 @@ from cedar.engine.memory import ModelSequence
 from cedar.engine.request import DecoderReplay
 from cedar.engine.runner import ModelRunner
 from cedar.engine.work import DecodeWork, PrefillWork, StepWork, TailWork
+from cedar.model.embedded import embedded_model_dir
+from cedar.ops.abi import OPERATIONS
+from cedar.text.tokenizer import load_tokenizer
 from golden_support import case_arrays, cases, decode, load_runner, open_sequence, prefill, recorded, relative_error, tail
 
 NAMES = ("tiny-a", "tiny-b")
@@ -52,9 +58,9 @@ def test_the_network_differs_from_the_golden_one(name: str, sizes: Sequence[int]
 
 
 @functools.cache
-def embedded(ops: str, dtype: str = "float32") -> ModelRunner:
+def loaded(model: Path, ops: str, dtype: str = "float32") -> ModelRunner:
     native_library()
-    return ModelRunner.load(EngineConfig(ops=ops, dtype=dtype, cpu_threads=1, kv_cache_bytes=64 << 20))
+    return ModelRunner.load(EngineConfig(model=str(model), ops=ops, dtype=dtype, cpu_threads=1, kv_cache_bytes=64 << 20))
 
 
 def text_like(vocab: int, length: int, seed: int) -> list[int]:
@@ -72,17 +78,35 @@ def scored(runner: ModelRunner, ids: list[int], sizes: int | Sequence[int] | Non
     return logits
 
 
-def test_teacher_forced_choices_differ_from_the_reference() -> None:
-    ids = text_like(embedded("reference").vocab_size, 700, 1)
-    expected, actual = (scored(embedded(ops), ids, 256) for ops in ("reference", "native"))
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_reference_gives_the_library_what_it_does_not_take(name: str, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
+    """One operation as its reference, its neighbours native: strides and dtypes of what they exchange must fit."""
+    ids = text_like(400, 48, 4)
+    monkeypatch.setenv(f"CEDAR_OP_{name.upper()}", "reference")
+    mixed = loaded.__wrapped__(tiny, "native", "bfloat16")
+    monkeypatch.delenv(f"CEDAR_OP_{name.upper()}")
+    difference = scored(mixed, ids, None) - scored(loaded(tiny, "native", "bfloat16"), ids, None)
+    assert np.abs(difference).mean() < 0.1  # of logits with a deviation of 3; random weights make much of a rounding
+
+
+def source_text(model: Path) -> list[int]:
+    """Python source, of the kind that the embedded model has learnt."""
+    return load_tokenizer(model).encode(inspect.getsource(textwrap))[:700]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_teacher_forced_choices_differ_from_the_reference(tiny: Path, trained: bool) -> None:
+    model = embedded_model_dir() if trained else tiny
+    ids = source_text(model) if trained else text_like(loaded(model, "reference").vocab_size, 700, 1)
+    expected, actual = (scored(loaded(model, ops), ids, 256) for ops in ("reference", "native"))
     best, agrees = np.sort(expected, -1), expected.argmax(-1) == actual.argmax(-1)
     assert agrees.mean() >= 0.995
     assert agrees[best[:, -1] - best[:, -2] > 0.5].all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_chunk_size_changes_a_bit(dtype: str) -> None:
-    runner = embedded("native", dtype)
+def test_a_chunk_size_changes_a_bit(tiny: Path, dtype: str) -> None:
+    runner = loaded(tiny, "native", dtype)
     ids = text_like(runner.vocab_size, 150, 2)
     whole = scored(runner, ids, None)
     for sizes in (1, 7, 64, UNEVEN):
@@ -112,8 +136,8 @@ def lives(runner: ModelRunner, prompts: list[list[int]], new: int, mode: Decoder
 
 @pytest.mark.parametrize("mode", list(DecoderReplay))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_company_changes_a_bit(dtype: str, mode: DecoderReplay) -> None:
-    runner = embedded("native", dtype)
+def test_company_changes_a_bit(tiny: Path, dtype: str, mode: DecoderReplay) -> None:
+    runner = loaded(tiny, "native", dtype)
     prompts = [text_like(runner.vocab_size, length, length) for length in (70, 9, 31, 16, 100)]
     together = lives(runner, prompts, 8, mode, together=True)
     alone = lives(runner, prompts, 8, mode, together=False)
@@ -121,8 +145,8 @@ def test_company_changes_a_bit(dtype: str, mode: DecoderReplay) -> None:
         assert np.array_equal(one, other)
 
 
-def test_the_tail_after_chunks_differs_from_the_whole_prompt() -> None:
-    runner = embedded("native")
+def test_the_tail_after_chunks_differs_from_the_whole_prompt(tiny: Path) -> None:
+    runner = loaded(tiny, "native")
     ids = text_like(runner.vocab_size, 120, 3)
     tails = []
     for sizes in (None, 7):
@@ -134,9 +158,9 @@ def test_the_tail_after_chunks_differs_from_the_whole_prompt() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_recorded_pass_differs_from_its_operations(dtype: str) -> None:
+def test_a_recorded_pass_differs_from_its_operations(tiny: Path, dtype: str) -> None:
     """Decode steps are repeated passes; the prefill of the same tokens runs its operations one by one. Their logits are one."""
-    runner = embedded("native", dtype)
+    runner = loaded(tiny, "native", dtype)
     ids = text_like(runner.vocab_size, 90, 4)
     whole = scored(runner, ids, None)
     seq = open_sequence(runner, DecoderReplay.OFF, len(ids))
@@ -149,8 +173,8 @@ def test_a_recorded_pass_differs_from_its_operations(dtype: str) -> None:
         runner.close(seq)
 
 
-def test_a_recorded_pass_reads_an_unreserved_page() -> None:
-    runner = embedded("native")
+def test_a_recorded_pass_reads_an_unreserved_page(tiny: Path) -> None:
+    runner = loaded(tiny, "native")
     ids = text_like(runner.vocab_size, runner.cache.page_tokens, 5)
     seq = open_sequence(runner, DecoderReplay.BOUNDED, len(ids))
     try:

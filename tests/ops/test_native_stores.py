@@ -213,3 +213,16 @@ def test_no_group_ends_and_the_open_row_is_lost() -> None:
     assert torch.equal(open_rows[2], projected[0])
     assert all((pool.rows == 0).all() for pool in pools)
     assert replace(write, open_to=None) != write
+
+
+def test_a_nan_becomes_a_zero() -> None:
+    """E2M1 has no NaN, so the group's E4M3 scale has to tell: an entry of zeros would hide that a sequence is broken."""
+    pool, keys = (RecordPool.allocate(record, 8, CPU) for record in (GlobalRecords(64), IndexKeyRecords(64)))
+    weights = CompressorWeights(torch.ones(64), torch.eye(64), torch.ones(64), 1e-6)
+    x = torch.randn(3, 64, generator=seeded(1))
+    x[1, 5] = torch.nan
+    write = WritePlan(None, torch.arange(1, 4), torch.arange(3))
+    run_native(compress_store, x, None, write, weights, torch.ones(3, 2), torch.zeros(3, 2), pool, keys)
+    stored = pool.record.decode(pool.load(write.slots))
+    assert stored[1].isnan().all()
+    assert stored[[0, 2]].isfinite().all()

@@ -121,3 +121,8 @@ def test_a_reference_runs_where_the_library_could() -> None:
         mxfp8_linear(x, weight)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         mxfp8_linear(x, weight)
+
+
+def test_a_misspelt_operation_is_ignored() -> None:
+    with pytest.raises(CedarError, match=r"CEDAR_OP_MEGA_GATES: names no operation; allowed: .*CEDAR_OP_MEGA_GATE,"):
+        choose("auto", CPU, {"CEDAR_OP_MEGA_GATES": "reference"})

@@ -29,10 +29,12 @@ TABLE = {
         x:type[rows,hidden] weight:weight_type[experts,hidden] bias:f32[experts] image_bias?:f32[experts] image?:bool[rows]
         ids!:i64[rows,top_k] weights!:f32[rows,top_k]""",
     "moe_fp4": """
-        type weight_type rows hidden inner experts top_k act_quant:int limit:float
-        x:type[rows,hidden] ids:i64[rows,top_k] weights:f32[rows,top_k] w13:weight_type[experts,2*inner,hidden]
-        w2:weight_type[experts,hidden,inner] shared_w13:weight_type[2*inner,hidden] shared_w2:weight_type[hidden,inner]
-        out!:type[rows,hidden]""",
+        type weight_type shared_type rows hidden inner experts top_k act_quant:int limit:float
+        x:type[rows,hidden] ids:i64[rows,top_k] weights:f32[rows,top_k]
+        w13:weight_type[experts,2*inner,hidden//(1+(weight_type is uint8))] w13_scale?:u8[experts,2*inner,hidden//32]
+        w2:weight_type[experts,hidden,inner//(1+(weight_type is uint8))] w2_scale?:u8[experts,hidden,inner//32]
+        shared_w13:shared_type[2*inner,hidden] shared_w13_scale?:u8[(2*inner+31)//32,(hidden+31)//32]
+        shared_w2:shared_type[hidden,inner] shared_w2_scale?:u8[(hidden+31)//32,(inner+31)//32] out!:type[rows,hidden]""",
     "mxfp8_linear": """
         type weight_type out_type rows in_dim out_dim act_quant:int norm_eps:float
         x:type[rows,in_dim] weight:weight_type[out_dim,in_dim] weight_scale?:u8[(out_dim+31)//32,(in_dim+31)//32]

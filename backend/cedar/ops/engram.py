@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cedar.cache.formats import unpack_fp8
+from cedar.ops.native import NativeUnsupported
 from cedar.ops.provider import FusedOp
 
 
@@ -15,17 +16,19 @@ def engram_gather(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch
     """Dequantised table rows, concatenated per token (exact): [T, columns * d] in ``dtype``.
 
     rows: int64 [T, columns]; below 0: a row of zeros. table: uint8 [R, d], E4M3 codes; table_scale: uint8 [R, d/32], UE8M0.
-    All on the device of the table.
+    All on one device; or rows on a GPU and the table in pinned host memory, from which its body reads.
     """
-    flat = rows.flatten()
+    flat = rows.flatten().to(table.device)
     safe = flat.clamp_min(0)
     values = unpack_fp8(table[safe], table_scale[safe], dtype).masked_fill_(flat[:, None] < 0, 0)
-    return values.view(rows.shape[0], -1)
+    return values.view(rows.shape[0], -1).to(rows.device)
 
 
 @engram_gather.native
 def _(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(*rows.shape, table.shape[1], dtype=dtype, device=table.device)
+    if rows.device != table.device and not (rows.is_cuda and table.is_pinned() and table_scale.is_pinned()):
+        raise NativeUnsupported(f"engram_gather: rows on {rows.device}, a table on {table.device} that is not pinned")
+    out = torch.empty(*rows.shape, table.shape[1], dtype=dtype, device=rows.device)
     torch.ops.cedar.engram_gather.default(rows, table, table_scale, out)
     return out.flatten(1)
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cedar.cache.formats import e8m0_decode
+from cedar.ops.fp4_tiles import unpack_tiles
 from cedar.ops.provider import FusedOp
 from cedar.ops.quant import fq8
 
@@ -33,7 +35,7 @@ def mega_gate(
     scores = torch.nn.functional.softplus(torch.nn.functional.linear(x.float(), weight.float())).sqrt_()
     if image is not None and image_bias is not None:
         bias = torch.where(image[:, None], image_bias, bias)
-    ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weights = scores.gather(1, ids)
     return ids, weights.div_(weights.sum(-1, keepdim=True).add_(1e-20)).mul_(scaling)
 
@@ -59,6 +61,8 @@ class Experts(NamedTuple):
 
     w13 [E, 2 I, D] (w1, then w3), w2 [E, D, I]; shared_w13 [2 I, D], shared_w2 [D, I]. limit: of the swiglu.
     act_quant: round the input of every product to MXFP8.
+    Or, with scales (uint8), as in the checkpoint: w13 and w2 E2M1 codes as `pack_tiles` orders them, uint8 [E, 2 I, D/2] and
+    [E, D, I/2], scales [E, 2 I, D/32] and [E, D, I/32]; the shared ones E4M3 in tiles of 32 x 32.
     """
 
     w13: Tensor
@@ -67,6 +71,10 @@ class Experts(NamedTuple):
     shared_w2: Tensor
     limit: float
     act_quant: bool
+    w13_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    shared_w13_scale: Tensor | None = None
+    shared_w2_scale: Tensor | None = None
 
 
 @FusedOp
@@ -78,16 +86,18 @@ def moe_fp4(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor
     expert, which has no gate and no scale, is added, and the sum rounded once.
     """
     source = fq8(x) if experts.act_quant else x
-    shared = _product(
-        swiglu(torch.nn.functional.linear(source, experts.shared_w13.to(x.dtype)), experts.limit).to(x.dtype), experts
-    )
+    hidden = torch.nn.functional.linear(source, _dense(experts.shared_w13, experts.shared_w13_scale, x.dtype))
+    shared = _product(swiglu(hidden, experts.limit).to(x.dtype), experts)
     return _routed(source, ids, weights, experts).add_(shared).to(x.dtype)
 
 
 @moe_fp4.native
 def _(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     out = torch.empty_like(x)
-    torch.ops.cedar.moe_fp4.default(x, ids, weights, *experts[:4], out, experts.act_quant, experts.limit)
+    w13, w2, shared_w13, shared_w2, limit, act_quant, w13_scale, w2_scale, shared_w13_scale, shared_w2_scale = experts
+    routed = (w13, w13_scale, w2, w2_scale)
+    shared = (shared_w13, shared_w13_scale, shared_w2, shared_w2_scale)
+    torch.ops.cedar.moe_fp4.default(x, ids, weights, *routed, *shared, out, act_quant, limit)
     return out
 
 
@@ -98,7 +108,15 @@ def swiglu(hidden: Tensor, limit: float) -> Tensor:
 
 
 def _product(inner: Tensor, experts: Experts) -> Tensor:
-    return torch.nn.functional.linear(fq8(inner) if experts.act_quant else inner, experts.shared_w2.to(inner.dtype))
+    weight = _dense(experts.shared_w2, experts.shared_w2_scale, inner.dtype)
+    return torch.nn.functional.linear(fq8(inner) if experts.act_quant else inner, weight)
+
+
+def _dense(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scale is None:
+        return weight.to(dtype)
+    spread = e8m0_decode(scale).repeat_interleave(32, 0)[: weight.shape[0]].repeat_interleave(32, 1)[:, : weight.shape[1]]
+    return weight.float().mul_(spread).to(dtype)
 
 
 def _routed(source: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
@@ -107,16 +125,18 @@ def _routed(source: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> T
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     groups = [(expert, len(list(run))) for expert, run in groupby(flat[order].tolist())]
-    hidden = _grouped(source[order // top_k], experts.w13, groups)
+    hidden = _grouped(source[order // top_k], experts.w13, experts.w13_scale, True, groups)
     inner = swiglu(hidden, experts.limit).mul_(weights.flatten()[order, None]).to(source.dtype)
-    outputs = _grouped(fq8(inner) if experts.act_quant else inner, experts.w2, groups)
+    outputs = _grouped(fq8(inner) if experts.act_quant else inner, experts.w2, experts.w2_scale, False, groups)
     return torch.empty_like(outputs).index_copy_(0, order, outputs).view(tokens, top_k, -1).sum(1, dtype=torch.float32)
 
 
-def _grouped(rows: Tensor, weights: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-    """rows [R, in], in runs of (expert, length); weights [E, out, in] -> [R, out]."""
+def _grouped(rows: Tensor, weights: Tensor, scale: Tensor | None, gated: bool, groups: list[tuple[int, int]]) -> Tensor:
+    """rows [R, in], in runs of (expert, length); weights [E, out, in] -> [R, out]. scale, gated: of tiles."""
     outputs, start = [], 0
     for expert, length in groups:
-        outputs.append(torch.nn.functional.linear(rows[start : start + length], weights[expert].to(rows.dtype)))
+        one = weights[expert]
+        weight = one.to(rows.dtype) if scale is None else unpack_tiles(one, scale[expert], gated, rows.dtype)
+        outputs.append(torch.nn.functional.linear(rows[start : start + length], weight))
         start += length
     return torch.cat(outputs)

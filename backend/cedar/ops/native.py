@@ -23,7 +23,7 @@ from cedar.cache.layout import GlobalRecords, IndexKeyRecords, WindowRecords
 from cedar.cache.records import FloatRecords, RecordFormat
 from cedar.ops.abi import KINDS, OPERATIONS, Operation
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY = "libcedar_kernels.so"
 _UNSUPPORTED, _WORKSPACE = 2, 4
 
@@ -32,7 +32,6 @@ _NAMESPACE: Any = torch.library.Library("cedar", "DEF")  # type: ignore[no-untyp
 _registered: list[str] = []
 _DEVICES = {"cpu": 0, "cuda": 1}
 _CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
 
 class NativeUnavailable(Exception):
@@ -43,6 +42,14 @@ class NativeUnsupported(Exception):
     """The library has no body for these arguments."""
 
 
+class _Types(dict[torch.dtype, int]):
+    def __missing__(self, dtype: torch.dtype) -> int:
+        raise NativeUnsupported(f"it has no bodies for {dtype}")
+
+
+_TYPES = _Types({torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.uint8: 3})
+
+
 class Library:
     """The loaded shared library."""
 
@@ -51,20 +58,28 @@ class Library:
         try:
             self._dll = ctypes.CDLL(str(path))
             version = self._function("cedar_abi_version", ctypes.c_int64)()
+            if version != ABI_VERSION:
+                raise NativeUnavailable(f"{path} has ABI version {version}, this Cedar needs {ABI_VERSION}; build it again")
             info: bytes = self._function("cedar_build_info", ctypes.c_char_p)()
+            self.last_error = self._function("cedar_last_error", ctypes.c_char_p)
+            self._has_body = self._function("cedar_has_body", ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
+            self.replay = self._function("cedar_replay", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+            differs = [name for name, operation in OPERATIONS.items() if not self._agrees(operation)]
         except (OSError, AttributeError) as error:
             raise NativeUnavailable(f"{path} cannot be loaded ({error}); build it again") from error
-        if version != ABI_VERSION:
-            raise NativeUnavailable(f"{path} has ABI version {version}, this Cedar needs {ABI_VERSION}; build it again")
+        if differs:
+            raise NativeUnavailable(f"{path} is of another Cedar (arguments of {', '.join(differs)}); build it again")
         self.info = info.decode()
-        self.last_error = self._function("cedar_last_error", ctypes.c_char_p)
-        self._has_body = self._function("cedar_has_body", ctypes.c_int, ctypes.c_char_p, ctypes.c_int64)
-        self.replay = self._function("cedar_replay", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
         function = getattr(self._dll, name)
         function.restype, function.argtypes = result, arguments
         return function
+
+    def _agrees(self, operation: Operation) -> bool:
+        """Is the operation's struct as large there as here? Of no rows, all that is looked at is its size."""
+        struct = struct_of(operation)
+        return self.run(operation.name)(ctypes.byref(struct(ctypes.sizeof(struct))), None) == 0  # type: ignore[no-any-return]
 
     def has_body(self, op: str, device: torch.device) -> bool:
         """Can the library carry out an operation on a device, at least for some dimensions?"""
@@ -102,10 +117,14 @@ def load() -> Library:
     return library
 
 
+MOST_THREADS = 256
+"""What the pool of the CPU bodies has at most; a workspace grows with the number."""
+
+
 def set_threads(count: int) -> None:
     """How many threads a CPU body may use, this one included; at first one. They sleep between operations, and results do not
     depend on their number. Not torch's count: its idle threads spin, which no small operation is worth."""
-    _threads[0] = count
+    _threads[0] = min(count, MOST_THREADS)
 
 
 _threads = [1]
@@ -143,23 +162,28 @@ class Recording:
     """Operations of a CPU pass, to be carried out again on the same tensors, whatever these hold then.
 
     It keeps the tensors alive: inputs, results and everything in between. Between two replays only the caller's own writes to the
-    inputs happen. Nothing but ``torch.ops.cedar`` may have run in the pass.
+    inputs happen. Nothing but ``torch.ops.cedar`` may have run in the pass; ``whole`` is false when a reference had to.
+    num_bytes: results and workspace.
     """
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self._calls: list[tuple[Any, Any, ctypes.Structure]] = []
         self._kept: list[tuple[Any, ...]] = []
+        self.whole = True
+        self.num_bytes = 0
 
-    def add(self, run: Any, workspace: Any, args: ctypes.Structure, arguments: tuple[Any, ...]) -> None:
+    def add(self, run: Any, workspace: Any, args: ctypes.Structure, arguments: tuple[Any, ...], results: list[Tensor]) -> None:
         """One more operation, which was just carried out."""
         self._calls.append((run, workspace, args))
         self._kept.append(arguments)
+        self.num_bytes += sum(result.nbytes for result in results)
 
     def seal(self) -> None:
         """The pass is over. Its operations take turns in one workspace."""
         size = max(workspace(ctypes.byref(args)) for _, workspace, args in self._calls)
         self._memory = torch.empty(size, dtype=torch.uint8)
+        self.num_bytes += size
         self._array = (_Call * len(self._calls))()
         for place, (run, _, args) in zip(self._array, self._calls, strict=True):
             args.workspace_bytes, args.workspace = size, self._memory.data_ptr()
@@ -193,7 +217,14 @@ def recording() -> Iterator[Recording]:
         yield recorded
     finally:
         _active.recording = None
-    recorded.seal()
+    if recorded.whole:
+        recorded.seal()
+
+
+def skipped() -> None:
+    """An operation ran as its reference: what this thread records is not all of the pass."""
+    if _active.recording is not None:
+        _active.recording.whole = False
 
 
 def _register(library: Library, operation: Operation) -> None:
@@ -230,6 +261,7 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
     build, byref = scope["build"], ctypes.byref
     run, workspace = library.run(operation.name), library.workspace(operation.name)
     first = next(place for place, tensor in enumerate(operation.tensors) if not tensor.optional)
+    written = [place for place, tensor in enumerate(operation.tensors) if tensor.written and tensor.dims]  # without pools
 
     def on_cpu(*arguments: Any) -> None:
         args = build(*arguments, 0, _threads[0], _scratch.size, _scratch.pointer)
@@ -240,7 +272,8 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
         if status:
             _raise(library, operation.name, status)
         if _active.recording is not None:
-            _active.recording.add(run, workspace, args, arguments)
+            results = [arguments[place] for place in written if arguments[place] is not None]
+            _active.recording.add(run, workspace, args, arguments, results)
 
     def on_cuda(*arguments: Any) -> None:
         stream = torch.cuda.current_stream(arguments[first].device)
@@ -268,4 +301,6 @@ def record_code(record: RecordFormat) -> int:
     """The library's number of a record format."""
     if isinstance(record, FloatRecords):
         return _TYPES[record.dtype]
+    if type(record) not in _RECORDS:
+        raise NativeUnsupported(f"it has no bodies for {type(record).__name__}")
     return _RECORDS[type(record)]

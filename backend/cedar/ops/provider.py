@@ -27,6 +27,7 @@ R = TypeVar("R")
 
 _LOG = logging.getLogger(__name__)
 _ALLOWED = ("auto", "reference", "native")
+_PREFIX = "CEDAR_OP_"
 
 
 class FusedOp(Generic[P, R]):
@@ -51,6 +52,7 @@ class FusedOp(Generic[P, R]):
             return self._native(*args, **kwargs)
         except native.NativeUnsupported as error:
             choice.refused(self.name, str(error))
+            native.skipped()
             return self.reference(*args, **kwargs)
 
 
@@ -65,7 +67,7 @@ class Choice:
     def refused(self, op: str, why: str) -> None:
         """The library has no body for these arguments. Says so once."""
         if op in self.required:
-            raise invalid("ops", f"is 'native' for {op}, but {why}", f"auto, or CEDAR_OP_{op.upper()}=reference")
+            raise invalid("ops", f"is 'native' for {op}, but {why}", f"auto, or {_PREFIX}{op.upper()}=reference")
         if op not in self._told:
             self._told.add(op)
             _LOG.warning("%s runs as its PyTorch reference where the library cannot: %s", op, why)
@@ -91,6 +93,9 @@ def choose(ops: str, device: torch.device, env: Mapping[str, str] | None = None)
     when an operation must be native and the library is not there.
     """
     env = os.environ if env is None else env
+    unknown = sorted(name for name in env if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).lower() not in OPERATIONS)
+    if unknown:
+        raise invalid(unknown[0], "names no operation", ", ".join(_PREFIX + name.upper() for name in OPERATIONS))
     wanted = {name: _wanted(name, ops, env) for name in OPERATIONS}
     required = {name for name, how in wanted.items() if how == "native"}
     if not any(how != "reference" for how in wanted.values()):
@@ -111,7 +116,7 @@ def choose(ops: str, device: torch.device, env: Mapping[str, str] | None = None)
 
 
 def _wanted(name: str, ops: str, env: Mapping[str, str]) -> str:
-    variable = f"CEDAR_OP_{name.upper()}"
+    variable = _PREFIX + name.upper()
     how = env.get(variable) or ops
     if how not in _ALLOWED:
         raise invalid(variable if env.get(variable) else "ops", f"is {how!r}", " | ".join(_ALLOWED))

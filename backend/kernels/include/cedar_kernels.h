@@ -11,6 +11,7 @@
  *
  * Every field is 8 bytes: a pointer, an int64 or a double. `size` is sizeof of the struct as the caller knows it. Tensors are dense,
  * row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
+ * On a Hopper GPU very many rows may be multiplied by an instruction that adds in another order: there, on their number alone.
  * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are int64 row numbers; 0 is the null row, which is never written and masks a key.
  * The formulas are those of the docstrings in backend/cedar/ops.
  */
@@ -23,7 +24,7 @@
 extern "C" {
 #endif
 
-#define CEDAR_ABI_VERSION 1
+#define CEDAR_ABI_VERSION 2
 #define CEDAR_COUNTER_BYTES 4096
 
 #if defined(__GNUC__)
@@ -42,8 +43,11 @@ typedef enum {
 
 typedef enum { CEDAR_CPU = 0, CEDAR_CUDA = 1 } cedar_device;
 
-/* Types of activations and weights. The last is one of weights only: E4M3 codes with a UE8M0 scale per tile of 32 x 32. */
-typedef enum { CEDAR_F32 = 0, CEDAR_BF16 = 1, CEDAR_FP8_TILES = 2 } cedar_type;
+/*
+ * Types of activations and weights. The last two are of weights only: E4M3 codes with a UE8M0 scale per tile of 32 x 32 (on a GPU at most
+ * 2^7), and the routed experts' E2M1 codes with a UE8M0 scale per 32 inputs of a row, in the order of cedar.ops.fp4_tiles (a GPU's).
+ */
+typedef enum { CEDAR_F32 = 0, CEDAR_BF16 = 1, CEDAR_FP8_TILES = 2, CEDAR_MXFP4 = 3 } cedar_type;
 
 /* How a pool stores a vector of dim values. */
 typedef enum {
@@ -118,17 +122,22 @@ typedef struct {
     uint64_t size;
     int64_t device, threads;
     int64_t type;              /* of x, out */
-    int64_t weight_type;       /* of the four weights */
+    int64_t weight_type;       /* of w13, w2 */
+    int64_t shared_type;       /* of shared_w13, shared_w2; weight_type, unless that is CEDAR_MXFP4 */
     int64_t rows, hidden, inner, experts, top_k;
     int64_t act_quant;
     double limit;              /* of the swiglu */
     const void* x;             /* [T, hidden] */
     const int64_t* ids;        /* [T, top_k] */
     const float* weights;      /* [T, top_k] */
-    const void* w13;           /* [experts, 2 inner, hidden] */
+    const void* w13;           /* [experts, 2 inner, hidden]; of CEDAR_MXFP4 rows of w1 and w3 by turns of 8 */
+    const uint8_t* w13_scale;  /* with CEDAR_MXFP4 */
     const void* w2;            /* [experts, hidden, inner] */
+    const uint8_t* w2_scale;   /* with CEDAR_MXFP4 */
     const void* shared_w13;    /* [2 inner, hidden] */
+    const uint8_t* shared_w13_scale; /* with CEDAR_FP8_TILES, as of mxfp8_linear */
     const void* shared_w2;     /* [hidden, inner] */
+    const uint8_t* shared_w2_scale;
     void* out;                 /* [T, hidden] */
     int64_t workspace_bytes;
     void* workspace;

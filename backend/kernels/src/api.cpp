@@ -23,7 +23,7 @@ const CpuBodies& best_bodies() {
     const char* most = std::getenv("CEDAR_CPU_ISA");  // for tests: "baseline" or "avx2" keeps a wider set from being used
     const bool any = most == nullptr;
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (has_avx512 && (any || std::strcmp(most, "avx512") == 0)) return avx512::bodies;
@@ -72,7 +72,7 @@ int cedar_has_body(const char* op, int64_t device) {
 #define CEDAR_IS(name) \
     if (std::strcmp(op, #name) == 0) return device == CEDAR_CPU || CEDAR_CUDA_BODY(name);
 #ifdef CEDAR_WITH_CUDA
-#define CEDAR_CUDA_BODY(name) (device == CEDAR_CUDA && cuda::has_body(#name))
+#define CEDAR_CUDA_BODY(name) (device == CEDAR_CUDA)
 #else
 #define CEDAR_CUDA_BODY(name) false
 #endif

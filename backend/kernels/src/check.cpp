@@ -61,7 +61,9 @@ REQUIRE(a.image == nullptr || a.image_bias);
 CEDAR_END
 
 CEDAR_BEGIN(moe_fp4)
-REQUIRE(is_type(a.weight_type));
+REQUIRE(is_type(a.weight_type) || (a.weight_type == CEDAR_MXFP4 && a.w13_scale && a.w2_scale));
+REQUIRE(a.shared_type == a.weight_type || a.weight_type == CEDAR_MXFP4);
+REQUIRE(is_type(a.shared_type) || (a.shared_type == CEDAR_FP8_TILES && a.shared_w13_scale && a.shared_w2_scale));
 REQUIRE(a.hidden > 0 && a.inner > 0 && a.experts > 0 && a.top_k > 0);
 REQUIRE(a.act_quant == 0 || (a.hidden % 32 == 0 && a.inner % 32 == 0));
 REQUIRE(a.x && a.ids && a.weights && a.w13 && a.w2 && a.shared_w13 && a.shared_w2 && a.out);
@@ -138,6 +140,7 @@ CEDAR_END
 // ---- what only a host may look at: the content of index tensors ----
 
 int check_cpu(const cedar_moe_fp4_args& a) {
+    if (a.weight_type == CEDAR_MXFP4) return fail(CEDAR_UNSUPPORTED, "moe_fp4: packed E2M1 experts are for a GPU");
     for (int64_t i = 0; i < a.rows * a.top_k; ++i)
         if (a.ids[i] < 0 || a.ids[i] >= a.experts)
             return fail(CEDAR_INVALID, "moe_fp4: ids[%lld] is %lld, there are %lld experts", (long long)i, (long long)a.ids[i],

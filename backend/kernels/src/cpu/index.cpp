@@ -12,9 +12,9 @@ constexpr int64_t kGroupRows = 8, kKeyBlock = 64;
 
 struct Plan {
     explicit Plan(const cedar_mqa_logits_topk_args& a) : workspace(a.workspace) {
-        const int64_t threads = larger(a.threads, int64_t(1));
+        const int64_t threads = larger(smaller(a.threads, a.rows), int64_t(1));  // no more of them than groups of rows
         const bool sparse = a.candidates != nullptr;
-        together = sparse ? 1 : kGroupRows;
+        together = sparse ? 1 : smaller(kGroupRows, a.rows);
         most_keys = sparse ? a.candidate_blocks * a.block : a.max_visible;
         query_size = together * a.heads * a.dim;
         groups = workspace.take<int64_t>(a.rows + 1);

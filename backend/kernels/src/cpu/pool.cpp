@@ -2,6 +2,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <signal.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -41,14 +42,20 @@ class Pool {
 
   private:
     void grow(int64_t workers) {
+        if (workers_ >= workers || workers_ >= kMostWorkers) return;
+        sigset_t others, before;  // the process's signals are for the threads that expect them; a fault stays a thread's own
+        sigfillset(&others);
+        for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, fault);
+        pthread_sigmask(SIG_SETMASK, &others, &before);
         while (workers_ < workers && workers_ < kMostWorkers) {
             try {
                 std::thread([this] { loop(); }).detach();
             } catch (const std::system_error&) {
-                return;  // fewer threads, the same result
+                break;  // fewer threads, the same result
             }
             ++workers_;
         }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void work(int64_t worker) {

@@ -56,8 +56,8 @@ inline float mxfp4_scale(const float* x) {
 
 inline uint8_t nvfp4_scale(const float* x) {
     const float amax = largest_magnitude(x, kNvfp4Group), least = 6.0f * 0x1p-9f;
-    const float scale = (amax > least ? amax : least) * float(1.0 / 6.0);
-    return encode_e4m3(scale < 448.0f ? scale : 448.0f);
+    const float scale = (amax < least ? least : amax) * float(1.0 / 6.0);  // a NaN stays one: E2M1 has none to tell of it
+    return encode_e4m3(scale > 448.0f ? 448.0f : scale);
 }
 
 // ---- groups ----
@@ -101,11 +101,6 @@ inline void quantise_mxfp4(float* x, int64_t type, int64_t n) {
 }
 
 // ---- records ----
-
-// The smallest unit that the dimension of a record must be a multiple of.
-inline int64_t record_group(int64_t record) {
-    return record == CEDAR_RECORD_FP8 || record == CEDAR_RECORD_MXFP4 ? kMxGroup : record == CEDAR_RECORD_NVFP4 ? kNvfp4Group : 1;
-}
 
 inline int64_t record_bytes(int64_t record, int64_t dim) {
     switch (record) {

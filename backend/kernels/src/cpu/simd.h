@@ -187,12 +187,6 @@ inline V load_first(const T* p, int n) {
     return load(values);
 }
 
-inline void store_first(float* p, V a, int n) {
-    float values[kLanes];
-    store(values, a);
-    std::memcpy(p, values, n * sizeof(float));
-}
-
 #if defined(__AVX2__)
 
 // Sums of the lanes of four vectors. Lane i is added to lane i + 8, then 4, 2, 1 apart: `sum` adds in the same order.

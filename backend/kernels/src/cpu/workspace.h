@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cedar {
+namespace cedar::CEDAR_ISA {
 
 // Hands out parts of the caller's workspace, or with none only counts, so that the size and the layout cannot disagree.
 class Workspace {
@@ -25,4 +25,4 @@ class Workspace {
     int64_t used_ = 0;
 };
 
-}  // namespace cedar
+}  // namespace cedar::CEDAR_ISA

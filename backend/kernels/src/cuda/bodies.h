@@ -12,7 +12,4 @@ namespace cedar::cuda {
 CEDAR_OPS(CEDAR_BODY)
 #undef CEDAR_BODY
 
-// Is there more than a refusal?
-bool has_body(const char* op);
-
 }  // namespace cedar::cuda

@@ -110,7 +110,7 @@ inline int finish(const char* op, cudaError_t error) {
 // Launch with a cluster of `cluster` blocks in x and this much dynamic shared memory.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster, void* stream, Arguments... arguments) {
-    if (shared > 48 * 1024) {
+    if (shared > 32 * 1024) {  // 48 KiB, static shared memory included, need no leave
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
         if (error != cudaSuccess) return error;
     }

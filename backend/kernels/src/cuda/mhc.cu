@@ -5,7 +5,7 @@
 #include <cooperative_groups.h>
 
 #include "bodies.h"
-#include "common.cuh"
+#include "ptx.cuh"
 
 namespace cedar::cuda {
 namespace {
@@ -96,30 +96,40 @@ template <int M>
 __device__ void multiply(const cedar_mega_mhc_args& a, const Layout<M>& layout, int first_column, const Bf16* staged, float* partials) {
     constexpr int kRowTiles = M / 16, kColumnTiles = kOutputs / 8;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, quad = lane % 4;
+    constexpr int kBatch = 4;  // blocks whose fn is loaded before the first is used
     const int blocks = kStreams * layout.slice / 16;
     float c[kRowTiles][kColumnTiles][4] = {};
-    for (int block = warp; block < blocks; block += kWarps) {
+    for (int first = warp; first < blocks; first += kWarps * kBatch) {
         // Of 16 values of k, this lane has 4 neighbours: the order inside the block does not matter, only that A and B share it.
-        const int k = block * 16 + quad * 4, stream = k / layout.slice, column = first_column + k % layout.slice;
-        float4 b[kColumnTiles];
+        const auto k_of = [&](int i) { return min(first + i * kWarps, blocks - 1) * 16 + quad * 4; };
+        float4 b[kBatch][kColumnTiles];
 #pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n)
-            b[n] = *reinterpret_cast<const float4*>(a.fn + (n * 8 + group) * kStreams * a.hidden + stream * a.hidden + column);
+        for (int i = 0; i < kBatch; ++i) {
+            const int k = k_of(i), stream = k / layout.slice, column = first_column + k % layout.slice;
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-            float low[4], high[4];
-            load_pack(staged + (m * 16 + group) * layout.stride + k, low);
-            load_pack(staged + (m * 16 + group + 8) * layout.stride + k, high);
+            for (int n = 0; n < kColumnTiles; ++n)
+                b[i][n] = *reinterpret_cast<const float4*>(a.fn + (n * 8 + group) * kStreams * a.hidden + stream * a.hidden + column);
+        }
 #pragma unroll
-            for (int s = 0; s < 2; ++s) {
-                const uint32_t rows[4] = {__float_as_uint(low[2 * s]), __float_as_uint(high[2 * s]), __float_as_uint(low[2 * s + 1]),
-                                          __float_as_uint(high[2 * s + 1])};
+        for (int i = 0; i < kBatch; ++i) {
+            if (first + i * kWarps >= blocks) break;
+            const int k = k_of(i);
 #pragma unroll
-                for (int n = 0; n < kColumnTiles; ++n) {
-                    const float x = s == 0 ? b[n].x : b[n].z, y = s == 0 ? b[n].y : b[n].w;
-                    const uint32_t xh = to_tf32(x), yh = to_tf32(y);
-                    multiply_tf32(c[m][n], rows, xh, yh);
-                    multiply_tf32(c[m][n], rows, to_tf32(x - __uint_as_float(xh)), to_tf32(y - __uint_as_float(yh)));
+            for (int m = 0; m < kRowTiles; ++m) {
+                float low[4], high[4];
+                load_pack(staged + (m * 16 + group) * layout.stride + k, low);
+                load_pack(staged + (m * 16 + group + 8) * layout.stride + k, high);
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+                    const uint32_t rows[4] = {__float_as_uint(low[2 * s]), __float_as_uint(high[2 * s]), __float_as_uint(low[2 * s + 1]),
+                                              __float_as_uint(high[2 * s + 1])};
+#pragma unroll
+                    for (int n = 0; n < kColumnTiles; ++n) {
+                        const float x = s == 0 ? b[i][n].x : b[i][n].z, y = s == 0 ? b[i][n].y : b[i][n].w;
+                        const uint32_t xh = to_tf32(x), yh = to_tf32(y);
+                        multiply_tf32(c[m][n], rows, xh, yh);
+                        multiply_tf32(c[m][n], rows, to_tf32(x - __uint_as_float(xh)), to_tf32(y - __uint_as_float(yh)));
+                    }
                 }
             }
         }
@@ -224,6 +234,9 @@ __global__ void __launch_bounds__(kThreads) cross(const cedar_mega_mhc_args a) {
     float* totals = reinterpret_cast<float*>(memory + layout.totals());
     float* norms = reinterpret_cast<float*>(memory + layout.norms());
 
+    if (a.fn != nullptr)
+        for (int n = 0; n < kOutputs; ++n)
+            prefetch_rows(a.fn + n * kStreams * a.hidden + first_column, a.hidden * int64_t(sizeof(float)), kStreams, layout.slice * int64_t(sizeof(float)));
     constexpr int kEach = 2 * kStreams + kCells;
     for (int i = threadIdx.x; i < rows * kEach; i += kThreads) {
         const int n = i % kEach;

@@ -7,7 +7,7 @@
 // rising order. That order depends on the dimensions alone, so a token's bits do not depend on the other tokens.
 #pragma once
 
-#include "common.cuh"
+#include "ptx.cuh"
 
 namespace cedar::cuda {
 
@@ -15,26 +15,15 @@ constexpr int kKWarps = 4, kRowWarps = 2, kSkinnyThreads = kKWarps * kRowWarps *
 constexpr int kMostTokens = 64;
 constexpr int kTokenPadding = 32;  // bf16 behind each token in shared memory: two tokens' 64 bytes then lie in different banks
 
-__device__ inline void multiply_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+// The bf16 pair of a scale 2^(byte - 127) times 2^120, which E4M3 codes widened by moving their bits lack. Scales end at 2^7.
+__device__ inline uint32_t lifted_scale(uint32_t byte) { return byte * 0x00800080u + (120u << 7) * 0x00010001u; }
 
-__device__ inline uint4 load_once(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-
-// Two E4M3 codes (bytes 0 and 1 of pair) times 2^(scale - 127), as bf16 pair: exact.
-__device__ inline uint32_t widen_e4m3(uint32_t pair, __nv_bfloat162 scale) {
-    const uint32_t codes = (pair & 0xff) | (pair & 0xff00) << 8;
-    const uint32_t bits = (codes & 0x007f007f) << 4 | (codes & 0x00800080) << 8;  // the exponent is 120 too small
-    const __nv_bfloat162 value = *reinterpret_cast<const __nv_bfloat162*>(&bits);
-    const __nv_bfloat162 lifted = __hmul2(value, __float2bfloat162_rn(0x1p120f));
-    const __nv_bfloat162 product = __hmul2(lifted, scale);
+// E4M3 codes in bytes kFirst and kFirst + 1 of a word times a lifted scale, as bf16 pair: exact.
+template <int kFirst>
+__device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t scale) {
+    const uint32_t codes = __byte_perm(word, 0, kFirst == 0 ? 0x1404 : 0x3424);  // in the high bytes of both halves
+    const uint32_t bits = (codes & 0x80008000) | (codes >> 4 & 0x07f007f0);
+    const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), *reinterpret_cast<const __nv_bfloat162*>(&scale));
     return *reinterpret_cast<const uint32_t*>(&product);
 }
 
@@ -46,6 +35,9 @@ struct Bf16Weight {
     struct Loaded {
         uint4 bytes;
     };
+    __device__ void prefetch(int64_t row, int64_t rows, int64_t k, int64_t count) const {
+        prefetch_rows(values + row * stride + k, stride * int64_t(sizeof(Bf16)), rows, count * int64_t(sizeof(Bf16)));
+    }
     __device__ Loaded load(int64_t row, int64_t k) const { return {load_once(values + row * stride + k)}; }
     // The pairs (2 tid, 2 tid + 1) and (2 tid + 8, 2 tid + 9) of step s.
     __device__ static uint2 fragment(const Loaded& x, int s) {
@@ -61,16 +53,16 @@ struct Fp8Weight {
     int64_t stride, scale_stride;
     struct Loaded {
         uint4 bytes;
-        __nv_bfloat162 scale;
+        uint32_t scale;
     };
-    __device__ Loaded load(int64_t row, int64_t k) const {
-        const uint32_t byte = __ldg(scales + row / 32 * scale_stride + k / 32);
-        const float scale = __uint_as_float(byte == 0 ? 0x00400000u : byte << 23);
-        return {load_once(codes + row * stride + k), __float2bfloat162_rn(scale)};
+    __device__ void prefetch(int64_t row, int64_t rows, int64_t k, int64_t count) const {
+        prefetch_rows(codes + row * stride + k, stride, rows, count);
     }
+    __device__ const uint8_t* scale_at(int64_t row, int64_t k) const { return scales + row / 32 * scale_stride + k / 32; }
+    __device__ Loaded load(int64_t row, int64_t k) const { return {load_once(codes + row * stride + k), lifted_scale(__ldg(scale_at(row, k)))}; }
     __device__ static uint2 fragment(const Loaded& x, int s) {
         const uint32_t four = s == 0 ? x.bytes.x : s == 1 ? x.bytes.y : s == 2 ? x.bytes.z : x.bytes.w;
-        return make_uint2(widen_e4m3(four & 0xffff, x.scale), widen_e4m3(four >> 16, x.scale));
+        return make_uint2(widen_e4m3<0>(four, x.scale), widen_e4m3<2>(four, x.scale));
     }
 };
 
@@ -95,6 +87,8 @@ __device__ void skinny_block(const Weight& weight, int64_t row, int64_t rows, co
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, quad = lane % 4;
     const int k_warp = warp % kKWarps, row_warp = warp / kKWarps;
     constexpr int kPerThread = Weight::kBlock / 4;
+    constexpr int64_t kRowsOfBlock = RT * 16 * kRowWarps;
+    weight.prefetch(row, rows - row < kRowsOfBlock ? rows - row : kRowsOfBlock, first, length);  // while tokens are staged
     float c[RT][NT][4] = {};
     for (int done = 0; done < length; done += chunk) {
         const int count = length - done < chunk ? length - done : chunk, stride = count + kTokenPadding;

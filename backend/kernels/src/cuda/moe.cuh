@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the products of moe_fp4 share: how pairs of token and expert are grouped, and where a result goes.
+#pragma once
+
+#include "common.cuh"
+
+namespace cedar::cuda {
+
+constexpr int64_t kStreamRows = 640;  // with more rows an expert has so many tokens that the products are tiled
+constexpr int kTileTokens = 64, kGroupTokens = 96;  // of a block, tiled; and by Hopper's own matrix instruction
+
+// Pairs (token top_k + k) grouped by expert; block: (expert, first place, number of places, 0).
+struct Groups {
+    int* count;    // of blocks
+    int4* blocks;
+    int* pairs;    // pair at each place; nullptr for a single row, whose pairs are blocks without a plan
+    const int64_t* ids;
+
+    __device__ int4 block(int number) const {
+        if (pairs != nullptr) return blocks[number];
+        const int64_t id = ids[number];
+        return make_int4(id < 0 || id > 0x7fffffff ? -1 : int(id), number, 1, 0);
+    }
+    __device__ int pair(int place) const { return pairs != nullptr ? pairs[place] : place; }
+};
+
+// One of the experts' two products. The first (top_k > 0) has rows of w1 and w3 by turns of 8 and reads tokens; the second reads the
+// first one's results, which lie in the order of places.
+struct ExpertProduct {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    const Bf16* x;
+    int tiles, depth;       // of 16 rows; of 128 values
+    int64_t stride;         // between rows of x
+    int top_k;
+    float limit;
+    const float* weights;   // [pairs]
+    Bf16* out;
+    int64_t out_stride;
+    bool direct;            // places are rows: the shared expert
+    bool ordered;           // results as order_for_groups puts them
+
+    __device__ int64_t row_of(const Groups& groups, int place) const { return top_k > 0 ? groups.pair(place) / top_k : place; }
+};
+
+__device__ inline float swiglu(float g, float u, float limit) {
+    const float least = g > limit ? limit : g;  // a NaN stays one
+    return least * sigmoid(least) * (u > limit ? limit : u < -limit ? -limit : u);
+}
+
+// A warp group's matrix instruction wants k in memory as it is in a step's registers. Where value i of the quarter q of 32 values, which
+// is what a lane's word of codes has, then goes.
+__host__ __device__ inline int order_for_groups(int q, int i) { return i / 2 * 8 + q * 2 + i % 2; }
+
+// Has the device Hopper's matrix instruction of warp groups, and the build its products (wgmma.cuh)? (linear.cu)
+bool has_groups();
+
+// Rows `row` and 8 + `row` of a tile, for the token at a place. The first product's are a gate and its up.
+template <bool kFirst>
+__device__ inline void store_result(const ExpertProduct& p, const Groups& groups, int place, int tile, int row, float low, float high) {
+    const int pair = p.direct ? place : groups.pair(place);
+    if constexpr (kFirst) {
+        const float value = swiglu(rounded<Bf16>(low), rounded<Bf16>(high), p.limit) * (p.direct ? 1.0f : p.weights[pair]);
+        const int column = p.ordered ? tile / 4 * 32 + order_for_groups(tile % 4, row) : tile * 8 + row;
+        p.out[place * p.out_stride + column] = from_float<Bf16>(value);
+    } else {
+        Bf16* to = p.out + pair * p.out_stride + tile * 16 + row;
+        to[0] = from_float<Bf16>(low);
+        to[8] = from_float<Bf16>(high);
+    }
+}
+
+// For many tokens per expert (moe_tiles.cu).
+template <bool kFirst>
+cudaError_t multiply_tiles(const ExpertProduct& p, const Groups& groups, int64_t most_blocks, bool wide, void* stream);
+
+// y = x W^T in bf16, summed in rising order of k, for more than 64 rows (linear.cu). Returns a status.
+struct Dense {
+    const Bf16* x;
+    int64_t rows, in_dim, out_dim;
+    const void* weight;
+    const uint8_t* scale;
+    int64_t weight_type;
+    Bf16* y;
+};
+int dense_product(const char* op, const Dense& d, void* stream);
+
+}  // namespace cedar::cuda

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instructions that C++ has no name for, all of them on every architecture from sm_80 on.
+#pragma once
+
+#include "common.cuh"
+
+namespace cedar::cuda {
+
+// c += a b: a 16 x 16, b 16 x 8, of bf16. Lane 4 g + q holds of a the pairs (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), of b
+// (2q, g), (2q + 8, g), of c (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+__device__ inline void multiply_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 16 bytes that nobody reads again.
+__device__ inline uint4 load_once(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// 16 bytes that were written by an earlier launch.
+__device__ inline uint4 load_cached(const void* p) { return __ldg(static_cast<const uint4*>(p)); }
+
+// The block's threads ask for rows of memory to come to L2, and do not wait: what a kernel reads only after something else.
+__device__ inline void prefetch_rows(const void* first, int64_t stride, int64_t rows, int64_t bytes) {
+    constexpr int kLine = 128;
+    const int64_t lines = (bytes + kLine - 1) / kLine;
+    for (int64_t i = threadIdx.x; i < rows * lines; i += blockDim.x)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(first) + i / lines * stride + i % lines * kLine));
+}
+
+// ---- copies from device to shared memory behind the thread's back ----
+
+__device__ inline void copy_16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+}
+
+__device__ inline void copy_4(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+}
+
+// The copies since the last call are one group.
+__device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `Left` of this thread's groups are on their way.
+template <int Left>
+__device__ inline void await_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
+
+}  // namespace cedar::cuda

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library's linears on a GPU against float64 products: few rows and many, bf16 weights and E4M3 tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native_support import assert_close, run_native
+from torch import Tensor
+
+from cedar.model.quantize import dequantize_fp8_tiles, quantize_fp8_tiles
+from cedar.ops.attention import wo_a
+from cedar.ops.linear import mxfp8_linear
+from cedar.ops.native import NativeUnsupported, load
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+ROWS = [1, 2, 7, 16, 17, 33, 48, 64, 65, 130, 700]
+BF16 = torch.bfloat16
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def normal(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=g, device="cuda")
+
+
+def fp8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    load()
+    y = torch.full((x.shape[0], codes.shape[0]), torch.nan, dtype=BF16, device="cuda")
+    torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, y, False, 0.0)
+    return y
+
+
+@pytest.mark.parametrize(("groups", "inner", "rank"), [(8, 4096, 1024), (2, 128, 32), (4, 256, 64)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_grouped_projection_differs_from_the_reference(rows: int, groups: int, inner: int, rank: int) -> None:
+    g = seeded(rows + inner)
+    out, weight = normal(g, rows, groups, inner).to(BF16), normal(g, groups * rank, inner).to(BF16)
+    actual, expected = (
+        run_native(wo_a, out, weight, groups),
+        wo_a(out.double(), weight.double(), groups),
+    )
+    assert_close(actual, expected, 5e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 65, 200, 1700])
+def test_fp8_tiles_multiply_otherwise_than_their_values_in_groups(rows: int) -> None:
+    g = seeded(rows)
+    codes, scale = quantize_fp8_tiles(normal(g, 2048, 1024) * torch.logspace(-4, 2, 1024, device="cuda"))
+    x, y = normal(g, rows, 2, 1024).to(BF16), torch.empty(rows, 2048, dtype=BF16, device="cuda")
+    load()
+    torch.ops.cedar.wo_a.default(x, codes, scale, y, 2, 1024, 1024)
+    assert_close(y, wo_a(x.double(), dequantize_fp8_tiles(codes, scale, torch.float32).double(), 2), 5e-3)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1792, 5120), (5120, 8192), (9248, 192), (272, 320), (64, 64)])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_product_differs_from_its_values(rows: int, outputs: int, inputs: int, fp8: bool) -> None:
+    g = seeded(rows + inputs)
+    x, weight = normal(g, rows, inputs).to(BF16), normal(g, outputs, inputs)
+    if fp8:
+        codes, scale = quantize_fp8_tiles(weight * torch.logspace(-3, 1, inputs, device="cuda"))
+        y, values = fp8_linear(x, codes, scale), dequantize_fp8_tiles(codes, scale, torch.float32)
+    else:
+        values = weight.to(BF16)
+        y = run_native(mxfp8_linear, x, values)
+    assert_close(y, x.double() @ values.double().T, 5e-3)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_row_depends_on_how_many_there_are(fp8: bool) -> None:
+    g = seeded(1)
+    x = normal(g, 300, 1280).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, 1024, 1280))
+    weight = dequantize_fp8_tiles(codes, scale, BF16)
+    run = (lambda x: fp8_linear(x, codes, scale)) if fp8 else (lambda x: run_native(mxfp8_linear, x, weight))
+    together = run(x)
+    for start, stop in ((0, 1), (3, 11), (40, 104), (5, 70), (100, 299), (0, 300)):
+        assert torch.equal(run(x[start:stop].contiguous()), together[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("rows", [9, 90])
+def test_a_nan_spreads_to_other_rows(rows: int) -> None:
+    g = seeded(rows)
+    x, weight = normal(g, rows, 512).to(BF16), normal(g, 256, 512).to(BF16)
+    clean = run_native(mxfp8_linear, x, weight)
+    x[4] = torch.nan
+    dirty = run_native(mxfp8_linear, x, weight)
+    assert dirty[4].isnan().all()
+    others = [n for n in range(rows) if n != 4]
+    assert torch.equal(dirty[others], clean[others])
+
+
+def test_the_reference_does_not_take_over_where_a_body_ends() -> None:
+    load()
+    x, weight = torch.zeros(3, 40, dtype=BF16, device="cuda"), torch.zeros(64, 40, dtype=BF16, device="cuda")
+    with pytest.raises(NativeUnsupported, match="in_dim 40"):
+        torch.ops.cedar.mxfp8_linear.default(x, weight, None, None, torch.empty(3, 64, dtype=BF16, device="cuda"), False, 0.0)
