@@ -3,7 +3,8 @@
 
 A decode step is a few hundred operations of microseconds; saying which costs more than carrying them out. So the operations of a
 whole pass are recorded once per number of rows, and a step then only moves the pass's inputs to its sequences and has the kernel
-library repeat it. A recorded pass and one that is run operation by operation give the same bits.
+library repeat it. A recorded pass and one that is run operation by operation give the same bits. A pass with an operation that
+the library refuses is not recorded.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from cedar.cache.store import BlockTable, Int64Array, KVCache
 from cedar.model.transformer import Transformer
 from cedar.ops.native import Recording, recording
 
-MOST_GRAPHS = 32
-"""Each holds the activations of its rows; the one whose last use is longest ago is dropped."""
+MOST_GRAPHS, MOST_BYTES = 32, 512 << 20
+"""Each holds the activations of its rows; those whose last use is longest ago are dropped."""
 
 
 class DecodeGraph:
@@ -39,6 +40,10 @@ class DecodeGraph:
         self._engram_rows = {layer: torch.zeros(rows, columns, dtype=torch.int64) for layer in model.config.engram_layer_ids}
         self._logits: Tensor
         self._recording: Recording | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._recording is None else self._recording.num_bytes
 
     def run(self, segments: Sequence[Segment], token_ids: Tensor, engram_rows: Mapping[int, Int64Array]) -> Tensor:
         """Logits float32 [rows, vocab] of one token of each segment."""
@@ -59,7 +64,8 @@ class DecodeGraph:
         with recording() as recorded:
             boundary = self._model.encode(self._streams, self._engram_rows, plan, cache, rotations)
             self._logits = self._model.logits(self._model.decode(boundary, plan, cache, rotations))
-        self._recording = recorded
+        if recorded.whole:
+            self._recording = recorded
 
 
 class DecodeGraphs:
@@ -81,6 +87,8 @@ class DecodeGraphs:
         logits = graph.run(segments, token_ids, engram_rows)
         self._graphs[key] = graph
         self._graphs.move_to_end(key)
-        if len(self._graphs) > MOST_GRAPHS:
+        while len(self._graphs) > 1 and (
+            len(self._graphs) > MOST_GRAPHS or sum(other.num_bytes for other in self._graphs.values()) > MOST_BYTES
+        ):
             self._graphs.popitem(last=False)
         return logits
