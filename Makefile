@@ -14,11 +14,18 @@ TEST_ARGS  ?=
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-setup: $(STAMP) ## virtual environment, dependencies, protocol code, embedded model
+define SETUP
+PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
+@touch $(STAMP)
+endef
 
-$(STAMP): pyproject.toml setup.py client/pyproject.toml requirements/constraints.txt protos/cedar/v1/engine.proto scripts/setup.sh
-	PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
-	@touch $@
+setup: ## virtual environment, dependencies, protocol code, kernel library
+	$(SETUP)
+
+# The script sees for itself which of its steps have something to do.
+$(STAMP): pyproject.toml setup.py client/pyproject.toml requirements/constraints.txt protos/cedar/v1/engine.proto \
+  scripts/setup.sh scripts/build_protos.py scripts/build_kernels.py $(shell find backend/kernels)
+	$(SETUP)
 
 serve: $(STAMP) ## tritonserver with the engine, in the foreground: MODEL=dir HTTP_PORT= GRPC_PORT= METRICS_PORT= SERVE_ARGS=
 	exec $(BIN)/cedar serve $(if $(MODEL),--model "$(MODEL)") $(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(if $(GRPC_PORT),--grpc-port $(GRPC_PORT)) \

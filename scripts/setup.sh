@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes the virtual environment that every other target uses: pinned dependencies, protocol code, the two packages (editable)
-# and the embedded model. Safe to run again at any time; with nothing changed it takes seconds.
+# Makes the virtual environment that every other target uses (pinned dependencies, protocol code and the two packages, editable)
+# and the kernel library. Safe to run again at any time; with nothing changed it takes seconds.
 #
-#   PYTHON   interpreter; default: the first of python3, python3.12, python3.11, python3.13 whose version fits
-#   VENV     where the environment goes; default: .venv
+#   PYTHON       interpreter; default: the first of python3, python3.12, python3.11, python3.13 whose version fits
+#   VENV         where the environment goes; default: .venv
+#   CEDAR_CUDA   the kernel library's CUDA bodies: auto (where nvcc is; default), on or off
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -64,8 +65,8 @@ fi
 step "protocol code from protos/"
 "$VENV/bin/python" scripts/build_protos.py
 
-step "embedded model"
-"$VENV/bin/python" -c 'from cedar.model.embedded import embedded_model_dir; print(embedded_model_dir())'
+step "kernel library from backend/kernels"
+"$VENV/bin/python" scripts/build_kernels.py
 
 if ! "$VENV/bin/python" -c 'import ctypes, sysconfig; ctypes.CDLL(sysconfig.get_config_var("LIBDIR") + "/" + sysconfig.get_config_var("INSTSONAME"))' 2>/dev/null; then
     say "note: this Python has no shared libpython, which the bundled tritonserver needs; use a system tritonserver, or another Python"

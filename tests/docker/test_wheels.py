@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two wheels, built as docker/Dockerfile builds them, from a tree that holds no generated code."""
+"""The two wheels and the source distribution, built from a tree that holds no generated code."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -27,9 +28,9 @@ BACKEND = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{PYTRITON}/tritonserver/back
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Distribution name to wheel."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheels")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which nothing was built."""
+    tree = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("v1", "__pycache__", "*.egg-info", "build")
     for name in SOURCES:
         source = ROOT / name
@@ -38,10 +39,22 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             shutil.copytree(source, tree / name, ignore=None if name == "protos" else ignore)
         else:
             shutil.copyfile(source, tree / name)
+    return tree
+
+
+def _build_wheels(tree: Path, out: Path, *sources: str, **environment: str) -> dict[str, Path]:
+    """Distribution name to wheel."""
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
-    done = subprocess.run([*build, ".", "./client"], cwd=tree, capture_output=True, text=True, timeout=240)
+    env = {**os.environ, **environment}
+    done = subprocess.run([*build, *sources], cwd=tree, capture_output=True, text=True, timeout=280, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in out.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def wheels(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Distribution name to wheel, where there is no compiler."""
+    return _build_wheels(tree, tmp_path_factory.mktemp("wheels"), ".", "./client", CXX="false")
 
 
 def _declared(wheel: Path) -> list[Requirement]:
@@ -65,7 +78,8 @@ def test_wheel_lacks_code_or_data(wheels: dict[str, Path]) -> None:
         for path in (ROOT / "backend" / "cedar").rglob("*")
         if path.is_file() and path.suffix in (".py", ".typed", ".json", ".jinja", ".txt") and "v1" not in path.parts
     }
-    data = {p.relative_to(ROOT / "backend").as_posix() for p in (ROOT / "backend/cedar/text/data").iterdir() if p.is_file()}
+    folders = (ROOT / "backend/cedar/text/data", ROOT / "backend/cedar/model/data/cedar-small")
+    data = {file.relative_to(ROOT / "backend").as_posix() for folder in folders for file in folder.iterdir() if file.is_file()}
     assert generated | committed | data <= names, sorted((generated | committed | data) - names)
     assert {"cedar_client/__init__.py", "cedar_client/py.typed"} <= set(zipfile.ZipFile(wheels["cedar-client"]).namelist())
 
@@ -75,6 +89,55 @@ def test_wheel_carries_tests_or_build_files(wheels: dict[str, Path]) -> None:
         tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
         packages = {top for top in tops if not top.endswith(".dist-info")}
         assert packages in ({"cedar"}, {"cedar_client"}), packages
+
+
+def test_a_wheel_without_the_library_is_for_one_platform(wheels: dict[str, Path]) -> None:
+    for wheel in wheels.values():
+        assert wheel.name.endswith("-py3-none-any.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked."""
+    out = tmp_path_factory.mktemp("sdist")
+    code = f"import setuptools.build_meta as build; build.build_sdist({str(out)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (archive,) = out.glob("*.tar.gz")
+    shutil.unpack_archive(archive, out, filter="data")
+    return out / archive.name.removesuffix(".tar.gz")
+
+
+def test_source_distribution_lacks_what_a_wheel_is_built_from(sdist: Path) -> None:
+    sources = {path.relative_to(ROOT) for path in (ROOT / "backend" / "kernels").rglob("*") if path.is_file()}
+    needed = sources | {Path("setup.py"), Path("scripts/build_protos.py"), Path("scripts/build_kernels.py"), Path("LICENSE")}
+    assert len(sources) > 30
+    assert sorted(path for path in needed if not (sdist / path).is_file()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cmake") or not shutil.which("c++"), reason="needs CMake and a compiler")
+def test_wheel_from_the_source_distribution_lacks_the_library(sdist: Path, tmp_path: Path) -> None:
+    """It has a tag of the platform but of no Python, and an installed package finds it there."""
+    wheel = _build_wheels(sdist, tmp_path, ".", CEDAR_CUDA="off")["cedar-serving"]
+    assert re.fullmatch(r"cedar_serving-[^-]+-py3-none-linux_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        assert b"Root-Is-Purelib: false" in archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/WHEEL")))
+        archive.extractall(tmp_path / "site")
+    code = """
+        import sys, torch
+        sys.path.insert(0, sys.argv[1])
+        from cedar.ops import native
+        from cedar.ops.provider import choose
+        print(native.load().path, sorted(choose("native", torch.device("cpu")).native_ops))
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CEDAR_")}
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code), str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(f"{tmp_path}/site/cedar/libcedar_kernels.so ['compress_store', ")
 
 
 def test_client_needs_more_than_tritonclient(wheels: dict[str, Path]) -> None:
