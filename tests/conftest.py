@@ -19,3 +19,14 @@ GOLDEN = Path(__file__).parent / "data" / "golden"
 def golden() -> Path:
     """The independent implementation's checkpoints and outputs; its README.md says what each array is."""
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of preset ``tiny``: window 8, 12 layers, and quick."""
+    from cedar.config.presets import preset
+    from cedar.model.make import make_checkpoint
+
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint(preset("tiny"), directory)
+    return directory

@@ -19,7 +19,7 @@ from perf.quality.settings import complete_config
 from perf.quality.weights import Weights
 
 from cedar.config.model import ModelConfig
-from cedar.model.make import _write_texts as write_texts
+from cedar.model.make import write_texts
 
 SHARD_BYTES = 14 << 20
 

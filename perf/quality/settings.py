@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from cedar.config.presets import preset
-from cedar.model.make import _with_tokenizer as with_tokenizer
+from cedar.model.make import with_tokenizer
 
 CONTEXT = 2048
 """Length of a training sequence. Longer documents were not seen."""
@@ -39,7 +39,7 @@ TEXT: dict[str, Any] = {
     "index_head_dim": 128,
     "index_topk": 128,
     "candidate_source_layer_id": 8,
-    "candidate_topk_blocks": 64,
+    "candidate_topk_blocks": 96,
     "candidate_block_size": 8,
     "n_routed_experts": 12,
     "num_experts_per_tok": 4,

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from cedar_server import Server, eventually
 from test_cli import environment
 
+from cedar.text.dsml import ToolCall
+from cedar.text.parse import parse_completion
 from cedar_client import (
     AsyncClient,
     Client,
@@ -31,8 +33,16 @@ from cedar_client import (
 
 pytestmark = pytest.mark.server
 GREEDY: Parameters = {"temperature": 0.0, "ignore_eos": True}
+ANSWER: Parameters = {"temperature": 0.0, "max_tokens": 80}
 FREED_S = 5.0
 USER = [{"role": "user", "content": "Hello"}]
+SUM = [{"role": "user", "content": "What is 345 + 278?"}]
+COPY = [{"role": "user", "content": "Copy this text: 4711 23 888"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "city name"}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Current weather of a city", "parameters": CITY},
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +63,21 @@ def idle(server: Server) -> None:
     eventually(lambda: server.status().sequences_held == 0, FREED_S, "memory given back")
 
 
-def test_stream_and_whole_result_agree(client: Client) -> None:
-    deltas = list(client.generate("Once upon a time", max_tokens=24, **GREEDY))
-    result = client.complete("Once upon a time", max_tokens=24, **GREEDY)
+def test_stream_and_whole_result_are_the_answer(client: Client) -> None:
+    deltas = list(client.chat(SUM, **ANSWER))
+    result = client.chat(SUM, **ANSWER).complete()
     assert "".join(delta.text for delta in deltas) == result.text
-    assert sum(delta.num_output_tokens for delta in deltas) == result.num_output_tokens == len(result.token_ids) == 24
+    assert parse_completion(result.text, thinking=True).content == "623"
+    assert sum(delta.num_output_tokens for delta in deltas) == result.num_output_tokens == len(result.token_ids) > 5
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
-    assert result.finish_reason == "length"
-    assert result.num_input_tokens > 1
+    assert result.finish_reason == "stop"
+    assert client.complete("import json", max_tokens=24, **GREEDY).num_output_tokens == 24
+
+
+def test_tool_call_is_what_was_asked_for(client: Client) -> None:
+    question = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    result = client.chat(question, tools=[WEATHER], **ANSWER).complete()
+    assert parse_completion(result.text, thinking=True).tool_calls == (ToolCall("get_weather", {"city": "Oslo"}),)
 
 
 def test_settings_without_a_tensor_of_their_own_arrive(client: Client) -> None:
@@ -78,11 +95,9 @@ def test_settings_without_a_tensor_of_their_own_arrive(client: Client) -> None:
 
 
 def test_stop_string_is_not_emitted(client: Client) -> None:
-    text = client.complete("Hello", max_tokens=40, **GREEDY).text
-    stop = text[10:13]
-    result = client.complete("Hello", max_tokens=40, stop=stop, **GREEDY)
-    assert result.finish_reason == "stop"
-    assert result.text == text[: text.index(stop)]
+    assert client.chat(COPY, thinking=False, **ANSWER).complete().text == "4711 23 888"
+    result = client.chat(COPY, thinking=False, stop="23", **ANSWER).complete()
+    assert (result.text, result.finish_reason) == ("4711 ", "stop")
 
 
 def test_token_ids_and_chat_are_answered(client: Client) -> None:
@@ -92,22 +107,24 @@ def test_token_ids_and_chat_are_answered(client: Client) -> None:
     assert thinking.num_input_tokens > plain.num_input_tokens
 
 
-def test_many_streams_of_one_client_give_what_each_gives_alone(client: Client, real: Server) -> None:
-    prompts = [f"Story number {number}" for number in range(16)]
+def test_many_streams_of_one_client_mix_their_answers(client: Client, real: Server) -> None:
+    sums = [(11 + 7 * number, 5 + 3 * number) for number in range(16)]
+    questions = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in sums]
+    right = [str(a + b) for a, b in sums]
 
-    def text(prompt: str) -> str:
-        return client.complete(prompt, max_tokens=12, **GREEDY).text
+    def answer(question: list[dict[str, str]]) -> str:
+        return client.chat(question, **ANSWER).complete().text
 
-    alone = [text(prompt) for prompt in prompts]
     with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(text, prompts)) == alone
+        texts = list(pool.map(answer, questions))
+    assert [parse_completion(text, thinking=True).content for text in texts] == right
 
     async def together() -> list[str]:
         async with AsyncClient(f"127.0.0.1:{real.grpc_port}") as aio, asyncio.timeout(120):
-            results = await asyncio.gather(*(aio.complete(prompt, max_tokens=12, **GREEDY) for prompt in prompts))
+            results = await asyncio.gather(*(aio.chat(question, **ANSWER).complete() for question in questions))
         return [result.text for result in results]
 
-    assert asyncio.run(together()) == alone
+    assert asyncio.run(together()) == texts
 
 
 @pytest.mark.parametrize(
@@ -177,14 +194,14 @@ def test_deadline_before_the_first_token_is_an_error(client: Client, real: Serve
 
 
 def test_commands_work_against_a_server(real: Server) -> None:
-    def cedar(*arguments: str, stdin: str = "") -> str:
-        command = [sys.executable, "-m", "cedar", *arguments, "--url", f"127.0.0.1:{real.grpc_port}", "--max-tokens", "5"]
-        return subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=60, env=environment(), check=True
-        ).stdout
+    def cedar(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cedar", *arguments, "--url", f"127.0.0.1:{real.grpc_port}"]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, env=environment(), check=True)
 
-    assert json.loads(cedar("generate", "Hi", "--json", "--ignore-eos"))["num_output_tokens"] == 5
-    assert cedar("chat", "--no-thinking", stdin="Hello\n/quit\n").endswith("\n")
+    assert json.loads(cedar("generate", "Hi", "--json", "--max-tokens", "5", "--ignore-eos").stdout)["num_output_tokens"] == 5
+    chat = cedar("chat", "--temperature", "0", stdin="What is 345 + 278?\n/reset\n/thinking off\nCopy this text: 4711 23 888\n")
+    assert chat.stdout == "623\n4711 23 888\n"
+    assert ": 623\n" in chat.stderr
 
 
 def test_server_that_stops_ends_streams_with_an_error(client: Client, real: Server) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random checkpoints: complete, reproducible, readable by the strict loader and by `cedar inspect`; the embedded model."""
+"""Random checkpoints: complete, reproducible, readable by the strict loader and by `cedar inspect`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from cedar.config.model import ModelConfig
 from cedar.config.presets import preset
 from cedar.errors import CedarError
 from cedar.model.checkpoint import INDEX, CheckpointReader, load_weights
-from cedar.model.embedded import embedded_model_dir
 from cedar.model.engram import EngramHasher, TokenMap
 from cedar.model.layout import expected_tensors
 from cedar.model.make import CONTROL_TOKENS, make_checkpoint, make_tokenizer
@@ -303,38 +302,3 @@ def test_inspect_of_a_broken_checkpoint_shows_the_tables_and_fails(tiny: Path, t
 @pytest.mark.parametrize("arguments", [[], ["/nowhere"], ["somewhere", "--preset", "tiny"]])
 def test_inspect_names_a_bad_argument(arguments: list[str]) -> None:
     assert isinstance(RUNNER.invoke(app, ["inspect", *arguments]).exception, CedarError)
-
-
-def test_the_embedded_model_is_made_once_and_again_when_its_recipe_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CEDAR_EMBEDDED_DIR", str(tmp_path / "share" / "tiny"))
-    path = embedded_model_dir()
-    assert path == tmp_path / "share" / "tiny"
-    CheckpointReader(path).verify()
-    made = path.stat().st_ino
-    assert embedded_model_dir().stat().st_ino == made
-    (path / "recipe.txt").write_text("of an older version")
-    assert embedded_model_dir().stat().st_ino != made
-    assert embedded_model_dir().joinpath("recipe.txt").read_text() != "of an older version"
-
-
-def test_two_processes_make_one_embedded_model(tmp_path: Path) -> None:
-    code = "from cedar.model.embedded import embedded_model_dir as d; from cedar.model.checkpoint import CheckpointReader as R; "
-    code += "p = d(); R(p).verify(); print(p.stat().st_ino)"
-    environment = {"CEDAR_EMBEDDED_DIR": str(tmp_path / "tiny"), "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    makers = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    results = [maker.communicate(timeout=120) for maker in makers]
-    assert [maker.returncode for maker in makers] == [0, 0], results
-    assert results[0][0] == results[1][0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".tiny.lock", "tiny"]
-
-
-def test_an_embedded_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CEDAR_EMBEDDED_DIR", str(tmp_path / "file" / "tiny"))
-    with pytest.raises(CedarError, match=r"CEDAR_EMBEDDED_DIR: .* cannot be written"):
-        embedded_model_dir()

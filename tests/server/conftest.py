@@ -35,9 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model with little memory and short queues."""
-    yield from _running(Server(tmp_path_factory.mktemp("tight") / "serve.log", *TIGHT))
+def tight(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Server]:
+    """A tiny random model with little memory and short queues."""
+    yield from _running(Server(tmp_path_factory.mktemp("tight") / "serve.log", "--model", str(tiny), *TIGHT))
 
 
 @pytest.fixture

@@ -11,9 +11,6 @@ import pytest
 from cedar_server import Client, Server, eventually
 
 PROMPTS = [f"Once upon a time number {n}" + " and again" * n for n in range(4)]
-TOP_TWO = '{"logprobs": 2, "cache_salt": "alone"}'  # what follows a prefix hit is another text
-CLEAR_MARGIN = 0.05
-"""Below it the greedy choice may depend on rounding, and so on the batch."""
 
 
 def greedy(max_tokens: int = 20, **more: Any) -> dict[str, Any]:
@@ -42,24 +39,6 @@ def test_a_response_lacks_an_output_or_has_a_nan(client: Client) -> None:
             assert array.dtype.kind != "f" or array[0] == array[0]
 
 
-def test_interleaved_streams_mix_their_texts(client: Client) -> None:
-    """32 of mixed lengths on one gRPC stream, each against itself alone."""
-    requests = [{"text_input": f"{n}: " + "again " * (3 * n % 50), **greedy(6 + 5 * n % 17)} for n in range(32)]
-    alone = [client.run(sampling_parameters=TOP_TWO, **request) for request in requests]
-    together = [client.submit(sampling_parameters='{"cache_salt": "together"}', **request) for request in requests]
-    client.wait(lambda: all(answer.done for answer in together))
-    assert [answer.error for answer in together] == [""] * 32
-    assert [len(answer.ids) for answer in together] == [request["max_tokens"] for request in requests]
-    clear = 0
-    for mixed, single in zip(together, alone, strict=True):
-        entries = [entry for part in single.all("logprobs") for entry in json.loads(part)["tokens"]]
-        margins = [entry["top"][0]["logprob"] - entry["top"][1]["logprob"] for entry in entries]
-        same = next((at for at, margin in enumerate(margins) if margin < CLEAR_MARGIN), len(margins))
-        assert mixed.ids[:same] == single.ids[:same]
-        clear += same
-    assert clear > sum(len(answer.ids) for answer in alone) / 2
-
-
 def test_without_streaming_the_text_is_another(client: Client) -> None:
     streamed = client.run(text_input="Hello there", **greedy())
     whole = client.run(text_input="Hello there", stream=False, exclude_input_in_output=True, **greedy())
@@ -77,7 +56,7 @@ def test_input_ids_and_messages_give_nothing(client: Client) -> None:
 
 
 def test_seeds_are_ignored_or_all_the_same(client: Client) -> None:
-    settings = {"max_tokens": 16, "ignore_eos": True, "text_input": "Hello"}
+    settings = {"max_tokens": 16, "ignore_eos": True, "text_input": "Hello", "temperature": 2.0}
     first, again = (client.run(seed=7, **settings) for _ in range(2))
     assert first.ids == again.ids
     assert first.last("seed_used") == 7
@@ -85,16 +64,6 @@ def test_seeds_are_ignored_or_all_the_same(client: Client) -> None:
     assert other.ids != another.ids
     assert other.last("seed_used") != another.last("seed_used")
     assert client.run(seed=other.last("seed_used"), **settings).ids == other.ids
-
-
-def test_a_stop_word_is_emitted(client: Client) -> None:
-    text = client.run(text_input="Hello", **greedy(30)).text
-    word = text[7:10]
-    answer = client.run(text_input="Hello", stop_words=[word], **greedy(30))
-    assert answer.text == text[: text.index(word)]
-    assert answer.last("finish_reason") == "stop"
-    whole = client.run(text_input="Hello", stop_words=[word], stream=False, exclude_input_in_output=True, **greedy(30))
-    assert whole.text == answer.text
 
 
 def test_logprobs_are_not_those_of_the_tokens(client: Client) -> None:
@@ -186,13 +155,13 @@ def _engine_metric(server: Server, name: str) -> float:
 
 
 def test_a_long_prefill_delays_a_short_request_by_more_than_a_chunk(server: Server, client: Client) -> None:
-    long = client.submit(input_ids=[7] * 4096, return_perf_metrics=True, **greedy(1))
+    long = client.submit(input_ids=[7] * 2048, return_perf_metrics=True, **greedy(1))
     eventually(lambda: server.status().sequences_held == 1, 5, "a prompt that is being encoded")
     short = client.submit(text_input="Hi", return_perf_metrics=True, **greedy(10))
     client.wait(lambda: long.done and short.done)
     assert long.error == short.error == ""
     first, second = (json.loads(answer.last("perf_metrics")) for answer in (long, short))
-    chunks = 4096 / 512
+    chunks = 2048 / 512
     assert first["first_scheduled"] < second["arrival"] < first["first_token"]
     # counted in chunks of the long prompt, so the machine's speed does not matter
     assert second["queue"] < 2 * first["prefill"] / chunks

@@ -93,9 +93,10 @@ def _replay_table(result: dict[str, Any]) -> Table:
 def _streams(url: str, model: str, levels: list[int], runs: int, max_tokens: int, console: Console) -> dict[str, Any]:
     from cedar.bench import facts
     from cedar.bench.local import local_server
+    from cedar.model.embedded import NAME
 
     result = facts.header("streamed completions through Triton")
-    result["settings"] = {"max_tokens": max_tokens, "runs_per_client": runs, "model": model or "embedded"}
+    result["settings"] = {"max_tokens": max_tokens, "runs_per_client": runs, "model": model or NAME}
     with ExitStack() as stack:
         if not url:
             console.print("starting a server on free loopback ports")

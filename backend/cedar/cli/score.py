@@ -36,7 +36,7 @@ class Ops(StrEnum):
 def command(
     input_ids: Annotated[Path, typer.Option(help="JSON file: a list of token ids")],
     output: Annotated[Path, typer.Option(help="file to write: .npz with float32 array logits [T, vocab]")],
-    model: Annotated[str | None, typer.Option(help="checkpoint directory; none: the embedded tiny model")] = None,
+    model: Annotated[str | None, typer.Option(help="checkpoint directory; none: the embedded model")] = None,
     chunk_size: Annotated[int | None, typer.Option(help="rows per prefill step; none: max_num_batched_tokens")] = None,
     prefix_hit: Annotated[int, typer.Option(help="simulate a prefix-cache hit of exactly this many tokens")] = 0,
     encoder_replay: Annotated[EncoderReplay | None, typer.Option(help="encoder side, after a prefix hit")] = None,

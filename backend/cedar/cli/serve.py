@@ -50,7 +50,7 @@ class Report:
             self._progress = None
         table = Table(show_header=False, box=None)
         for name, value in (
-            ("model", status.model or config.model or "embedded tiny model"),
+            ("model", status.model or config.model or "embedded model"),
             ("context", f"{status.max_model_len:,} tokens"),
             ("KV budget", f"{status.kv_bytes_total / 2**20:,.0f} MiB"),
             ("prefix cache", "on" if config.prefix_cache else "off"),

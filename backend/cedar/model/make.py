@@ -54,11 +54,11 @@ def make_checkpoint(
     if not isinstance(vocab, int) or vocab < _LEAST_VOCAB:
         raise invalid("vocab_size", f"is {vocab!r}", f"at least {_LEAST_VOCAB}: the control tokens and all bytes")
     tokenizer = make_tokenizer(vocab)
-    config = _with_tokenizer(config, tokenizer)
+    config = with_tokenizer(config, tokenizer)
     parsed = ModelConfig.from_dict(config)
     with _appearing_whole(Path(out), force) as staging:
         write_weights(parsed, staging, seed, silent=list(tokenizer.get_added_tokens_decoder()), shards=shards, progress=progress)
-        _write_texts(config, tokenizer, staging)
+        write_texts(config, tokenizer, staging)
     return parsed
 
 
@@ -105,7 +105,8 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _with_tokenizer(config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def with_tokenizer(config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """A copy of a ``config.json`` content with what follows from the tokenizer: special ids, the sizes of the Engram tables."""
     config = copy.deepcopy(config)
     text = config["text_config"]
     names = (("bos_token_id", BOS), ("eos_token_id", EOS), ("pad_token_id", PAD), ("image_token_id", IMAGE))
@@ -123,7 +124,8 @@ def _with_tokenizer(config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, A
     return config
 
 
-def _write_texts(config: dict[str, Any], tokenizer: Tokenizer, out: Path) -> None:
+def write_texts(config: dict[str, Any], tokenizer: Tokenizer, out: Path) -> None:
+    """Write a checkpoint's JSON files, but for the index of its weights, into the directory ``out``."""
     special = {
         "bos_token": BOS,
         "eos_token": EOS,

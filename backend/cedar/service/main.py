@@ -23,6 +23,7 @@ import prometheus_client
 
 from cedar.config.engine import EngineConfig
 from cedar.errors import CedarError, ErrorCode, invalid
+from cedar.model.embedded import embedded_model_dir
 from cedar.service.directory import EngineDirectory
 from cedar.service.life import Presence, wait_until_ended
 from cedar.service.metrics import EngineMetrics
@@ -163,8 +164,6 @@ def load_engine(config: EngineConfig, service: EngineService, metrics: EngineMet
                 "engine_metrics_port", f"cannot listen on {config.engine_metrics_port} ({error})", "a free port"
             ) from error
     if not config.model:
-        from cedar.model.embedded import embedded_model_dir
-
         config = replace(config, model=str(embedded_model_dir()))
 
     def progress(done: int, total: int, _what: str) -> None:

@@ -6,12 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cedar.config.engine import EngineConfig
+from cedar.model.embedded import embedded_model_dir
 
 
 def model_directory(config: EngineConfig) -> Path:
-    """``config.model``, else the embedded tiny model."""
-    if config.model:
-        return Path(config.model)
-    from cedar.model.embedded import embedded_model_dir
-
-    return embedded_model_dir()
+    """``config.model``, else the embedded model."""
+    return Path(config.model) if config.model else embedded_model_dir()
