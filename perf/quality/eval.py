@@ -1,130 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the trained model can do, and what SWA bounded replay does to it: exact match through the engine, on held-out items.
 
-    python -m perf.quality.eval --items 1000 --device cuda --sequences 4096 --chunk 8192 --cache-gib 30
-    python -m perf.quality.eval --items 20 --cells 'both;decoder'     # on a CPU, minutes
+    python -m perf.quality.prepare
+    python -m perf.quality.eval --items 1024 --block 32 --workers 4 --device cuda --dtype bfloat16 --seconds 480
+    python -m perf.quality.eval --items 40 --block 20 --ops auto --cells 'both;decoder'     # on a CPU, minutes
 
-Every cell is compared with "off" (nothing bounded, nothing cached) on the same items. Exit status 1: a comparison fails, or a
-bounded cell changed nothing.
+Every cell is compared with "off" (nothing bounded, nothing cached) on the same items. Items are served in blocks, of which each
+worker process takes one after another; what is finished when the time is over is the result. Exit status 1: a comparison fails, a
+bounded cell changed nothing, or a worker died.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import repeat
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
+import psutil
 import torch
 import typer
 from perf.quality import plots
-from perf.quality.corpus import Corpus
-from perf.quality.data import Encoder, draw_for
+from perf.quality.blocks import Block, Crew, Outcome, Plan
+from perf.quality.cells import CELLS, CHANGED, EXACT, OFF, Marks
+from perf.quality.items import LONG_TASKS
 from perf.quality.paired import Difference, Share
 from perf.quality.prepare import DIRECTORY
-from perf.quality.serving import Answer, Cell, Question, Server, is_changed, is_right
-from perf.quality.tasks import TASKS, Draw, Item, after_notes, recall_at
-from perf.quality.windows import Windows
+from perf.quality.serving import GROUPS, Cell, Serving
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from cedar.bench import facts
-from cedar.bench.screen import progress, report_console
-from cedar.engine.request import DecoderReplay, EncoderReplay
-from cedar.text.tokenizer import load_tokenizer
+from cedar.bench.screen import report_console
+from cedar.errors import CedarError, invalid
+from cedar.model.embedded import embedded_model_dir
 
-OFF, BOUNDED, EXACT = "off", "bounded", "exact"
-CELLS = (
-    Cell("off", EncoderReplay.OFF, DecoderReplay.OFF),
-    Cell("both", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED, hit=0.75),
-    Cell("decoder", EncoderReplay.OFF, DecoderReplay.BOUNDED),
-    Cell("encoder", EncoderReplay.BOUNDED, DecoderReplay.OFF, hit=0.75),
-    Cell("exact", EncoderReplay.OFF, DecoderReplay.EXACT),
-    Cell("both, late hit", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED, hit=1.0),
-    Cell("both, early hit", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED, hit=0.5),
-    Cell("both, small chunks", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED, hit=0.75, chunk=128),
-)
-"""The first is what the others are compared with."""
-LATER = ("copy", "arithmetic", "word_problem", "chain", "program", "tool_call")
-NOTES_TOKENS = 420
-DISTANCES = (256, 512, 1024, 1600)
-ALONE = (*LATER, *(f"recall_{distance}" for distance in DISTANCES))
+BOUNDED = "bounded"
 MARGIN = -0.02
 """A cell passes when its interval lies above this."""
+MOVED = 0.6
+"""Share of the items whose first logits a bounded cell must move by more than rounding does; one that does nothing has 0.5."""
+CHUNKS = {"cpu": 2048, "cuda": 4096}
+SEQUENCES = {"cpu": 32, "cuda": 448}
+SHOWN = 12
+"""Failures that are printed."""
 
 
-class Sets:
-    """Held-out items as questions: half of them with reasoning."""
-
-    def __init__(self, model: Path, data: Path, seed: int) -> None:
-        self.encoder = Encoder(load_tokenizer(model))
-        self.corpus = Corpus.load(data / "text.json.xz")
-        self._seed = seed
-
-    def alone(self, count: int) -> list[Question]:
-        """Short prompts, where bounded replay changes nothing: what the model can do."""
-        return [self._question(kind, n, TASKS[kind](self._draw(kind, n), 160)) for kind in LATER for n in range(count)]
-
-    def long(self, count: int) -> list[Question]:
-        """Prompts of several windows: each task after a page of notes, and recall over controlled distances."""
-        found = []
-        for kind in LATER:
-            for n in range(count):
-                draw = self._draw(f"later {kind}", n)
-                found.append(self._question(kind, n, after_notes(draw, TASKS[kind](draw, 160), NOTES_TOKENS)))
-        for distance in DISTANCES:
-            for n in range(count):
-                item = recall_at(
-                    self._draw(f"recall {distance}", n), distance, lambda text: len(self.encoder.tokenizer.encode(text))
-                )
-                found.append(self._question(item.kind, n, item))
-        return found
-
-    def texts(self, count: int, length: int) -> list[list[int]]:
-        """Token ids of passages of held-out text."""
-        draw = self._draw("text", 0)
-        found: list[list[int]] = []
-        while len(found) < count:
-            passage = self.corpus.passage(draw.random, 8 * length, held_out=True)
-            ids = [self.encoder.tokenizer.bos_id, *self.encoder.tokenizer.encode(passage)]
-            if len(ids) >= length:
-                found.append(ids[:length])
-        return found
-
-    def _draw(self, name: str, number: int) -> Draw:
-        return draw_for(f"{self._seed} {name} {number}", self.corpus)
-
-    def _question(self, kind: str, number: int, item: Item) -> Question:
-        thinking = number % 2 == 0
-        prompt = self.encoder.prompt(item, thinking=thinking)
-        return Question(kind, tuple(prompt), tuple(self.encoder.completion(item.turns[-1], thinking=thinking)))
-
-
-def by_kind(questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, list[bool]]:
-    """Right or wrong, in the order of the questions."""
-    found: dict[str, list[bool]] = defaultdict(list)
-    for question, answer in zip(questions, answers, strict=True):
-        found[question.kind].append(is_right(question, answer))
-    return found
-
-
-def compared(questions: Sequence[Question], base: Sequence[Answer], other: Sequence[Answer], cells: int) -> list[dict[str, Any]]:
-    """One row a task. changed: share of the items whose first logits are not the base's."""
-    right, reference = by_kind(questions, other), by_kind(questions, base)
-    changed: dict[str, list[bool]] = defaultdict(list)
-    for question, a, b in zip(questions, base, other, strict=True):
-        changed[question.kind].append(is_changed(a, b))
+def compared(base: Marks, own: Marks, exact: Marks | None, cells: int) -> list[dict[str, Any]]:
+    """One row a task. shift: how far the first logits are from off's, median; moved: see `moved`."""
     rows = []
-    for kind, values in right.items():
-        difference = Difference.of(reference[kind], values, cells)
+    for task, values in own.right.items():
+        difference = Difference.of(base.right[task], values, cells)
         share = Share.of(values)
         rows.append(
             {
-                "task": kind,
+                "task": task,
                 "exact_match": round(share.value, 4),
                 "standard_error": round(share.error, 4),
-                "changed": round(sum(changed[kind]) / len(values), 4),
+                "moved": round(moved(own, exact, [task]), 4),
+                "shift": float(f"{median(own.shifts[task]):.3g}"),
                 "passes": difference.low > MARGIN,
                 **{name: round(value, 5) for name, value in asdict(difference).items()},
             }
@@ -132,68 +75,192 @@ def compared(questions: Sequence[Question], base: Sequence[Answer], other: Seque
     return rows
 
 
+def moved(own: Marks, exact: Marks | None, tasks: Iterable[str]) -> float:
+    """Share of the items whose first logits are farther from off's than those of exact, which computes the same as off in another
+    order: bfloat16 rounding alone may move them by 0.1."""
+    pairs = [
+        (shift, max(CHANGED, rounding))
+        for task in tasks
+        for shift, rounding in zip(own.shifts[task], exact.shifts[task] if exact else repeat(0.0), strict=exact is not None)
+    ]
+    return sum(shift > rounding for shift, rounding in pairs) / len(pairs)
+
+
 def main(
-    model: Annotated[Path, typer.Option(help="checkpoint directory")] = DIRECTORY.parent / "model",
+    model: Annotated[Path | None, typer.Option(help="checkpoint directory; none: the embedded model")] = None,
     data: Annotated[Path, typer.Option(help="what perf.quality.prepare wrote: held-out text")] = DIRECTORY,
-    items: Annotated[int, typer.Option(help="items of each task")] = 200,
-    texts: Annotated[int, typer.Option(help="held-out texts for perplexity and window errors")] = 16,
+    items: Annotated[int, typer.Option(help="items of each task; with all cells at least 243 to pass")] = 1024,
+    block: Annotated[int, typer.Option(help="items of each task in a block: the unit that a process takes")] = 40,
+    workers: Annotated[int, typer.Option(help="processes that serve blocks; 0: one for each core, but no more than blocks")] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="end after this long, loading included, with the blocks that are finished")
+    ] = 3600,
+    texts: Annotated[int, typer.Option(help="held-out texts for perplexity and window errors; 0: none")] = 16,
+    cells: Annotated[str, typer.Option(help="names of the cells beside off, by semicolon; empty: all")] = "",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda")] = "auto",
-    sequences: Annotated[int, typer.Option(help="items served at one time; a GPU takes thousands")] = 32,
-    chunk: Annotated[int, typer.Option(help="tokens of a step; a GPU takes thousands")] = 512,
-    cache_gib: Annotated[float, typer.Option(help="memory for caches")] = 1.0,
-    cells: Annotated[str, typer.Option(help="names of the cells, by semicolon; empty: all")] = "",
-    seconds: Annotated[float, typer.Option(help="begin no further cell after this long")] = 1e9,
     dtype: Annotated[str, typer.Option(help="auto | float32 | bfloat16")] = "float32",
+    ops: Annotated[str, typer.Option(help="operations of all cells but the reference's: auto | native | reference")] = "auto",
+    sequences: Annotated[int, typer.Option(help="requests served at one time; 0: 448 on a GPU, 32 on a CPU")] = 0,
+    chunk: Annotated[int, typer.Option(help="tokens of a step; 0: 4,096 on a GPU, 2,048 on a CPU")] = 0,
     seed: Annotated[int, typer.Option(help="of the items")] = 1,
-    output: Annotated[Path, typer.Option(help="result file; the plots go beside it")] = DIRECTORY.parent / "quality.json",
+    resume: Annotated[
+        Path | None, typer.Option(help="blocks that an earlier run of the same command left beside its result: go on from there")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="result file; the plot goes beside it")] = DIRECTORY.parent / "quality.json",
 ) -> None:
-    """Measure and compare."""
-    console, begun = report_console(), time.monotonic()
-    chosen = [cell for cell in CELLS if not cells or cell.name in ("off", *(name.strip() for name in cells.split(";")))]
-    sets = Sets(model, data, seed)
-    alone, long = sets.alone(items), sets.long(items)
-    servers: dict[int, Server] = {}
-    answers: dict[str, list[Answer]] = {}
-    timings: dict[str, float] = {}
-    with progress(console) as bar:
-        cache_bytes = int(cache_gib * 2**30)
-        for size in {cell.chunk or chunk for cell in chosen}:
-            servers[size] = Server(model, device=device, chunk=size, dtype=dtype, sequences=sequences, cache_bytes=cache_bytes)
-        task = bar.add_task("alone", total=len(alone))
-        short = servers[chunk].answer(alone, CELLS[0], lambda: bar.advance(task))
-        for cell in list(chosen):
-            if time.monotonic() - begun > seconds:
-                chosen.remove(cell)
-                console.print(f"not measured for want of time: {cell.name}")
-                continue
-            started = time.monotonic()
-            task = bar.add_task(cell.name, total=len(long))
-            server = servers[cell.chunk or chunk]
-            answers[cell.name] = server.answer(long, cell, lambda task=task: bar.advance(task))  # type: ignore[misc]
-            timings[cell.name] = round(time.monotonic() - started, 1)
-        task = bar.add_task("windows", total=texts)
-        windows = Windows(servers[chunk].runner, 512).measure(sets.texts(texts, 1152), 512, lambda: bar.advance(task))
-    result = facts.header("answers of the trained model by replay mode")
-    comparisons = (len(chosen) - 1) * len({question.kind for question in long})
-    result |= {
-        "measured": {"model": str(model), "items": items, "seed": seed, "comparisons": comparisons, "device": _device(servers)},
-        "alone": [{"task": kind, **_share(values)} for kind, values in by_kind(alone, short).items()],
-        "cells": [
-            _cell(cell, chunk, timings[cell.name], long, answers["off"], answers[cell.name], comparisons) for cell in chosen
-        ],
-        "windows": windows,
-    }
-    result["failures"] = _failures(result["cells"])
+    """Answer held-out items in every replay mode and compare with off on the same items.
+
+    Cells by replay side: off; both, decoder, encoder, exact (a hit of 75 % where the encoder side is bounded). Others: both,
+    late hit; both, early hit; both, small chunks; off, reference operations; off, FP8 global KV. What the time does not allow is
+    left out, and said; --resume adds it.
+    """
+    begun = psutil.Process().create_time()
+    for name, value in (("items", items), ("block", block)):
+        if value < 1:
+            raise invalid(f"--{name}", f"is {value}", "at least 1")
+    if not (data / "text.json.xz").is_file():
+        raise invalid("--data", f"{data} has no text.json.xz", "a directory that python -m perf.quality.prepare wrote")
+    on, model = _device(device), model or embedded_model_dir()
+    plan = Plan(
+        base=_serving(model, on, dtype, ops, block, sequences, chunk),
+        cells=_chosen(cells),
+        data=data / "text.json.xz",
+        seed=seed,
+        items=items,
+        block=min(block, items),
+        texts=texts,
+        workers=0,
+    )
+    blocks = -(-items // plan.block)
+    done = _resumed(plan, resume) if resume else Outcome()
+    plan = replace(plan, workers=min(workers or len(os.sched_getaffinity(0)), blocks + bool(texts)))
+    console = report_console()
+    with _shown(console, blocks, len(plan.cells)) as (told, lost):
+        told(len(done.blocks) * len(plan.cells))
+        outcome = Crew(plan, seconds, lambda: time.time() - begun, told, lost, done).run()
+    if not outcome.blocks:
+        console.print(f"no block was finished in {outcome.seconds:.0f} s: give more --seconds or a smaller --block")
+        raise SystemExit(1)
+    result = _result(plan, outcome)
     facts.write(output, result)
+    kept = {"of": _identity(plan), "blocks": [each.as_dict() for each in outcome.blocks], "windows": outcome.windows}
+    facts.write(output.with_suffix(".blocks.json"), kept)
     plots.draw(result, output.with_suffix(".png"))
     _show(result, console)
     console.print(f"{output}, {output.with_suffix('.png')}")
     raise SystemExit(1 if result["failures"] else 0)
 
 
-def _device(servers: dict[int, Server]) -> str:
-    parameter = next(next(iter(servers.values())).runner.model.parameters())
-    return torch.cuda.get_device_name() if parameter.is_cuda else "cpu"
+def _device(name: str) -> str:
+    if name not in ("auto", "cpu", "cuda"):
+        raise invalid("--device", f"is {name!r}", "auto | cpu | cuda")
+    return name if name != "auto" else "cuda" if torch.cuda.device_count() else "cpu"
+
+
+def _serving(model: Path, device: str, dtype: str, ops: str, block: int, sequences: int, chunk: int) -> Serving:
+    whole = block * len(LONG_TASKS) * len(CELLS)
+    at_once = min(whole, sequences or SEQUENCES[device])
+    return Serving(
+        model=model,
+        device=device,
+        dtype=dtype,
+        ops=ops,
+        chunk=chunk or CHUNKS[device],
+        sequences=at_once,
+        items=min(whole, GROUPS * at_once),
+    )
+
+
+def _chosen(names: str) -> tuple[Cell, ...]:
+    """The cells of these names behind off."""
+    if not names:
+        return CELLS
+    wanted = [name.strip() for name in names.split(";")]
+    known = {cell.name: cell for cell in CELLS}
+    for name in wanted:
+        if name not in known:
+            raise invalid("--cells", f"names {name!r}", "; ".join(known))
+    return (OFF, *(cell for cell in CELLS[1:] if cell.name in wanted))
+
+
+def _identity(plan: Plan) -> dict[str, Any]:
+    """What blocks that are put together must have in common."""
+    cells, base = [cell.name for cell in plan.cells], plan.base
+    same = {"model": base.model.name, "device": base.device, "dtype": base.dtype, "ops": base.ops}
+    return {**same, "digest": _digest(plan), "seed": plan.seed, "block": plan.block, "cells": cells}
+
+
+def _digest(plan: Plan) -> str:
+    """Of the weights and of the held-out text: a model trained anew has the name of the old one."""
+    digest = hashlib.sha256()
+    for file in (*sorted(plan.base.model.glob("*.safetensors")), plan.data):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _resumed(plan: Plan, path: Path) -> Outcome:
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    wanted = _identity(plan)
+    if kept["of"] != wanted:
+        differ = ", ".join(name for name, value in wanted.items() if kept["of"].get(name) != value)
+        raise invalid("--resume", f"{path} is of another {differ}", "the blocks of a run with the same settings")
+    blocks = [Block.from_dict(block) for block in kept["blocks"]]
+    whole = [block for block in blocks if block.number in plan.jobs and block.size == len(plan.numbers(block.number))]
+    return Outcome(blocks=whole, windows=kept["windows"])
+
+
+@contextmanager
+def _shown(console: Console, blocks: int, cells: int) -> Iterator[tuple[Any, Any]]:
+    """A bar over the blocks, of ``cells`` parts each; where it cannot move, a line for each. Gives what `Crew` tells."""
+    columns = (
+        TextColumn("blocks"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("blocks", total=blocks)
+        parts = 0
+
+        def told(more: int) -> None:
+            nonlocal parts
+            parts += more
+            bar.update(task, completed=parts / cells)
+            if not console.is_terminal and parts % cells < more:
+                console.print(f"the work of {parts // cells} of {blocks} blocks is done, {bar.tasks[0].elapsed or 0:.0f} s")
+
+        yield told, lambda why: console.print(f"a worker died: {why}", markup=False)
+
+
+def _result(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    comparisons = max(1, (len(plan.cells) - 1) * len(LONG_TASKS))
+    marks = {cell.name: Marks.joined(block.cells[cell.name] for block in outcome.blocks) for cell in plan.cells}
+    result = facts.header("answers of the trained model by replay mode")
+    result["measured"] = {
+        "model": plan.base.model.name,
+        "digest": _digest(plan),
+        "items": sum(len(plan.numbers(block.number)) for block in outcome.blocks),
+        "blocks": len(outcome.blocks),
+        "items_of_a_block": plan.block,
+        "blocks_left": len(outcome.left),
+        "seed": plan.seed,
+        "comparisons": comparisons,
+        "device": outcome.device,
+        "dtype": plan.base.dtype,
+        "ops": plan.base.ops,
+        "workers": plan.workers,
+        "seconds": round(outcome.seconds, 1),
+    }
+    alone = Marks.joined(block.alone for block in outcome.blocks)
+    result["alone"] = [{"task": task, **_share(values)} for task, values in alone.right.items()]
+    result["cells"] = [_cell(cell, plan, marks, comparisons) for cell in plan.cells]
+    if outcome.windows is not None:
+        result["windows"] = outcome.windows
+    lost = [f"a worker died: {why.strip().splitlines()[-1]}" for why in outcome.lost]
+    result["failures"] = _failures(result["cells"]) + lost
+    return result
 
 
 def _share(values: Sequence[bool]) -> dict[str, Any]:
@@ -201,26 +268,24 @@ def _share(values: Sequence[bool]) -> dict[str, Any]:
     return {"n": share.n, "exact_match": round(share.value, 4), "standard_error": round(share.error, 4)}
 
 
-def _cell(
-    cell: Cell,
-    chunk: int,
-    seconds: float,
-    questions: Sequence[Question],
-    base: Sequence[Answer],
-    own: Sequence[Answer],
-    comparisons: int,
-) -> dict[str, Any]:
+def _cell(cell: Cell, plan: Plan, marks: dict[str, Marks], comparisons: int) -> dict[str, Any]:
+    serving, own, exact = plan.serving(cell), marks[cell.name], marks.get(EXACT.name)
     return {
         "name": cell.name,
         "encoder_replay": cell.encoder.value,
         "decoder_replay": cell.decoder.value,
         "hit": cell.hit,
-        "chunk": cell.chunk or chunk,
-        "seconds": seconds,
-        "prompt_tokens": sum(len(question.prompt) for question in questions),
-        "cached_tokens": sum(answer.cached_tokens for answer in own),
-        "replayed_tokens": sum(answer.replayed_tokens for answer in own),
-        "tasks": compared(questions, base, own, max(1, comparisons)),
+        "chunk": cell.chunk or serving.chunk,
+        "ops": serving.ops,
+        "device": serving.device,
+        "global_kv": serving.global_kv,
+        "seconds": round(own.seconds, 1),
+        "prompt_tokens": own.prompt_tokens,
+        "cached_tokens": own.cached_tokens,
+        "replayed_tokens": own.replayed_tokens,
+        "shift": float(f"{own.shift:.3g}"),
+        "moved": round(moved(own, exact, own.right), 4),
+        "tasks": compared(marks[OFF.name], own, exact, comparisons),
     }
 
 
@@ -233,32 +298,40 @@ def _failures(cells: list[dict[str, Any]]) -> list[str]:
             for row in cell["tasks"]
             if not row["passes"]
         ]
-        if BOUNDED in (cell["encoder_replay"], cell["decoder_replay"]) and not any(row["changed"] for row in cell["tasks"]):
-            found.append(f"{cell['name']}: no log-probability differs from those of off")
+        if BOUNDED in (cell["encoder_replay"], cell["decoder_replay"]) and cell["moved"] < MOVED:
+            found.append(f"{cell['name']}: log-probabilities are those of off but for rounding")
         if cell["hit"] and not cell["replayed_tokens"]:
             found.append(f"{cell['name']}: no prefix was found")
     return found
 
 
-def _show(result: dict[str, Any], console: Any) -> None:
-    table = Table(title=f"exact match, {result['measured']['items']} items a task; difference from off and its interval")
-    table.add_column("task")
-    table.add_column("alone", justify="right")
-    for cell in result["cells"]:
-        table.add_column(cell["name"], justify="right")
+def _show(result: dict[str, Any], console: Console) -> None:
+    """One row a cell, one column a task. Intervals in points; ! marks one that reaches below the margin."""
+    cells, measured = result["cells"], result["measured"]
+    table = Table(title=f"exact match, {measured['items']} items a task; then differences from off in points", show_lines=True)
+    table.add_column("cell")
+    for row in cells[0]["tasks"]:
+        table.add_column(row["task"].replace("_", " "), justify="right")
     alone = {row["task"]: f"{row['exact_match']:.1%}" for row in result["alone"]}
-    for index, row in enumerate(result["cells"][0]["tasks"]):
-        shown = [f"{row['exact_match']:.1%}"]
-        for cell in result["cells"][1:]:
-            other = cell["tasks"][index]
-            shown.append(
-                f"{other['value']:+.1%} ({other['low']:+.1%}, {other['high']:+.1%}){'' if other['passes'] else ' FAILS'}"
-            )
-        table.add_row(row["task"], alone.get(row["task"], ""), *shown)
+    table.add_row("short, off", *(alone.get(row["task"], "") for row in cells[0]["tasks"]))
+    table.add_row("off", *(f"{row['exact_match']:.1%}" for row in cells[0]["tasks"]))
+    for cell in cells[1:]:
+        table.add_row(cell["name"], *(_points(row) for row in cell["tasks"]))
     console.print(table)
-    for failure in result["failures"]:
-        console.print(f"FAILS {failure}")
+    failures = result["failures"]
+    for failure in failures[:SHOWN]:
+        console.print(f"FAILS {failure}", markup=False)
+    if len(failures) > SHOWN:
+        console.print(f"and {len(failures) - SHOWN} more, in the result file")
+
+
+def _points(row: dict[str, Any]) -> str:
+    value, low, high = (f"{100 * row[name]:+.1f}" for name in ("value", "low", "high"))
+    return f"{value}{'' if row['passes'] else ' !'}\n{low}\n{high}"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except CedarError as error:
+        sys.exit(str(error))

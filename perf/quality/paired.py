@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 @dataclass(frozen=True)
 class Share:
-    """Of n items, the share that is right, and its standard error (Wilson's, which is not 0 at 0 % or 100 %)."""
+    """Of n items, the share that is right, and its standard error (Agresti and Coull's, which is not 0 at 0 % or 100 %)."""
 
     n: int
     value: float

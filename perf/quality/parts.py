@@ -111,7 +111,8 @@ def index_scores(raw: Tensor, weight: Tensor) -> Tensor:
 def index_loss(scores: Tensor, mass: Tensor) -> Tensor:
     """Mean cross-entropy between softmax(scores) and the attention mass, over rows that have a choice.
 
-    scores float32 [B, t, n], -inf where the row may not look; mass float32 [B, t, n] >= 0, without gradient.
+    scores float32 [B, t, n], -inf where the row may not look; mass float32 [B, t, n] >= 0, without gradient. A row counts as
+    much as it attends to entries at all: most rows look at little but their window, and what they prefer is noise.
     """
     inside = scores > -torch.inf
     counted = (inside.sum(-1) > 1).float()
@@ -120,7 +121,8 @@ def index_loss(scores: Tensor, mass: Tensor) -> Tensor:
     share = torch.where(inside, mass, 0.0)
     total = share.sum(-1)
     picked = torch.where(inside, (scores - peak) * share, 0.0).sum(-1) / (total + 1e-9)
-    return ((norm - picked) * counted * (total > 1e-6)).sum() / counted.sum().clamp(min=1.0)
+    weight = counted * total
+    return ((norm - picked) * weight).sum() / weight.sum().clamp(min=1e-6)
 
 
 def best(scores: Tensor, seen: Tensor, top: int) -> Tensor:

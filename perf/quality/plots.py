@@ -16,39 +16,48 @@ from perf.quality.windows import BUCKETS
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Differences by task and cell, perplexity and window errors by distance."""
-    figure, axes = plt.subplots(2, 2, figsize=(14, 10), layout="constrained")
-    _differences(axes[0, 0], result)
-    _perplexity(axes[0, 1], result["windows"])
-    for axis, side in ((axes[1, 0], "encoder"), (axes[1, 1], "decoder")):
-        for layer, values in result["windows"][side]["relative_error"].items():
-            axis.plot(
-                [max(edge, 0.5) for edge in BUCKETS[: len(values)]], [max(v, 1e-8) for v in values], marker=".", label=layer
-            )
-        axis.set(xscale="log", yscale="log", xlabel="tokens from the replay start", ylabel="relative error of the streams")
-        axis.set_title(f"{side}-side replay, by layer")
-        axis.legend(fontsize=7, ncols=2)
+    """Differences by task and cell; where windows were measured, perplexity and window errors by distance."""
+    windows = result.get("windows")
+    rows = ["DDD", "PEF"] if windows else ["DDD"]
+    figure, axes = plt.subplot_mosaic("\n".join(rows), figsize=(18, 6 * len(rows)), layout="constrained")
+    _differences(axes["D"], result)
+    if windows:
+        _perplexity(axes["P"], windows)
+        for place, side in (("E", "encoder"), ("F", "decoder")):
+            _errors(axes[place], side, windows[side]["relative_error"])
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def _differences(axis: Any, result: dict[str, Any]) -> None:
+    """One group of intervals a task, in it one interval a cell."""
     cells = result["cells"][1:]
     for number, cell in enumerate(cells):
-        places = [index + (number - len(cells) / 2) * 0.1 for index in range(len(cell["tasks"]))]
-        values = [100 * row["value"] for row in cell["tasks"]]
-        spread = [
-            [100 * (row["value"] - row["low"]) for row in cell["tasks"]],
-            [100 * (row["high"] - row["value"]) for row in cell["tasks"]],
-        ]
-        axis.errorbar(
-            places, values, yerr=[[max(0.0, v) for v in side] for side in spread], fmt=".", capsize=2, label=cell["name"]
-        )
-    names = [row["task"] for row in result["cells"][0]["tasks"]]
-    axis.set_xticks(range(len(names)), names, rotation=40, ha="right")
-    axis.axhline(-2, color="grey", linestyle="--", linewidth=1)
-    axis.set(ylabel="exact match, points against off", title="difference on the same items, 95 % for all together")
-    axis.legend(fontsize=7)
+        rows = cell["tasks"]
+        places = [task + 0.8 * ((number + 0.5) / len(cells) - 0.5) for task in range(len(rows))]
+        spread = [[100 * max(0.0, row["value"] - row["low"]) for row in rows]]
+        spread.append([100 * max(0.0, row["high"] - row["value"]) for row in rows])
+        style = {"fmt": "os^vDPX*<>"[number % 10], "color": f"C{number % 10}", "markersize": 5, "capsize": 3, "elinewidth": 1.5}
+        axis.errorbar(places, [100 * row["value"] for row in rows], yerr=spread, label=cell["name"], **style)
+    tasks = result["cells"][0]["tasks"]
+    axis.set_xticks(range(len(tasks)), [f"{row['task'].replace('_', ' ')}\noff: {row['exact_match']:.1%}" for row in tasks])
+    for border in range(len(tasks) - 1):
+        axis.axvline(border + 0.5, color="lightgrey", linewidth=1)
+    axis.axhline(0, color="grey", linewidth=1)
+    axis.axhline(-2, color="black", linestyle="--", linewidth=1)
+    axis.set(xlim=(-0.5, len(tasks) - 0.5), ylabel="exact match, points against off")
+    measured = result["measured"]
+    axis.set_title(f"difference on the same {measured['items']} items a task; intervals hold all together with 95 %")
+    axis.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+
+
+def _errors(axis: Any, side: str, layers: dict[str, list[float]]) -> None:
+    for number, (layer, values) in enumerate(layers.items()):
+        places = [max(edge, 0.5) for edge in BUCKETS[: len(values)]]
+        axis.plot(places, [max(v, 1e-8) for v in values], marker=".", color=plt.cm.viridis(number / len(layers)), label=layer)
+    axis.set(xscale="log", yscale="log", xlabel="tokens from the replay start", ylabel="relative error of the streams")
+    axis.set_title(f"{side}-side replay, by layer")
+    axis.legend(fontsize=8, ncols=2)
 
 
 def _perplexity(axis: Any, windows: dict[str, Any]) -> None:

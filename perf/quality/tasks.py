@@ -2,7 +2,7 @@
 """Generated tasks with known answers, as conversations in the payload form of `cedar.text.chat`.
 
 Held-out items are apart by construction: what decides an item (its operands, its fact, its text) is hashed, one hash in
-`HELD_OUT` belongs to evaluation and is never drawn for training.
+`HELD_OUT` belongs to evaluation and is never drawn for training. The exception is where a name and a city are all (see `_facts`).
 """
 
 from __future__ import annotations
@@ -194,7 +194,10 @@ def _facts(draw: Draw, count: int) -> list[tuple[str, str, str]]:
         else:
             number = str(draw.number(100, 999))
             fact = (f"The room number of {name} is {number}.", f"What is the room number of {name}?", number)
-        return fact[0], (f"{kind // 2}{fact[1]}", fact)
+        # There are so few pairs of a name and a city that a model learns which of them are never an answer, and answers with
+        # another city of the text: kept apart, they would not test recall. An evaluation draws any pair, as often as other facts.
+        key = str(draw.random.random()) if kind == 2 and draw.held_out else fact[0]
+        return key, (f"{kind // 2}{fact[1]}", fact)
 
     while len(found) < count:
         about, fact = draw.until(make)

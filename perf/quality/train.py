@@ -4,7 +4,7 @@
     python -m perf.quality.prepare                                # text and tokenizer: build/quality/data
     python -m perf.quality.train --steps 2500                     # as often as needed: build/quality/tasks
     python -m perf.quality.export --state build/quality/tasks/state.pt --out build/quality/tasks/model
-    python -m perf.quality.train --stage conversations --start build/quality/tasks/model --steps 700
+    python -m perf.quality.train --stage conversations --start build/quality/tasks/model --steps 480
     python -m perf.quality.export --state build/quality/conversations/state.pt --tokenizer build/quality/tasks/model
 
 The same seed, stage, step count and batch give the same data in the same order, whenever a run was interrupted. Sums on a GPU are
@@ -48,6 +48,8 @@ FUSED = ("read", "boundary", "collapse_norm", "expand", "expert_activation", "en
 FUSED_DYNAMIC = ("rms", "rotate", "index_scores", "index_loss", "pool_pairs")
 FUSED_QUANTISERS = ("fp8_groups", "fp8_tiles", "mxfp4", "nvfp4")
 """Functions that a GPU runs as one or two kernels each. Those after the first tuple are called with many shapes."""
+REPAID_FROM = 1000
+"""Steps from which compiling the quantisers costs less time than it saves."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Trainer:
         self._inputs: tuple[Tensor, ...] = ()
         self._losses = torch.empty(0)
         if compiled:
-            _compile_parts()
+            _compile_parts(quantisers=plan.steps >= REPAID_FROM)
 
     def hidden(self, tokens: Tensor, doc_start: Tensor, phase: Phase) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The model as it is in this phase."""
@@ -183,13 +185,13 @@ class Trainer:
         self.optimiser.load_state_dict(state["optimiser"])
 
 
-def _compile_parts() -> None:
+def _compile_parts(*, quantisers: bool) -> None:
     torch._dynamo.config.recompile_limit = 64
     for name in FUSED:
         setattr(parts, name, torch.compile(getattr(parts, name), dynamic=False))
     for name in FUSED_DYNAMIC:
         setattr(parts, name, torch.compile(getattr(parts, name), dynamic=True))
-    for name in FUSED_QUANTISERS:
+    for name in FUSED_QUANTISERS if quantisers else ():
         setattr(fake, name, torch.compile(getattr(fake, name), dynamic=True))
 
 
@@ -201,9 +203,10 @@ def joined(source: Iterator[Rows], count: int) -> Iterator[Rows]:
 
 STAGES = {
     "tasks": {"rate": 4e-3, "warmup": 100, "decay_from": 0.4, "sparse_from": 0.4, "quantised_from": 0.75},
-    "conversations": {"rate": 1e-3, "warmup": 30, "decay_from": 0.1, "sparse_from": 0.0, "quantised_from": 0.0},
+    "conversations": {"rate": 1.5e-3, "warmup": 30, "decay_from": 0.1, "sparse_from": 0.5, "quantised_from": 0.0},
 }
-"""From random weights; and from a checkpoint that is trained already."""
+"""From random weights; and from a checkpoint that is trained already. While rows attend only to what is selected, an indexer
+learns nothing of what it misses; so the second stage lets it see all of the attention once more."""
 
 
 def main(

@@ -113,7 +113,7 @@ def _recorded(runner: ModelRunner) -> Iterator[dict[int, list[torch.Tensor]]]:
     streams: dict[int, list[torch.Tensor]] = {layer: [] for layer in range(runner.config.num_hidden_layers)}
 
     def keep(layer: int) -> Callable[..., None]:
-        return lambda module, inputs, outputs: streams[layer].append(outputs[0].float().cpu())
+        return lambda module, inputs, output: streams[layer].append(output.settle().streams.float().cpu())
 
     hooks = [block.register_forward_hook(keep(layer)) for layer, block in enumerate(runner.model.layers)]
     try:

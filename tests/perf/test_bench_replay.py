@@ -14,28 +14,27 @@ from typer.testing import CliRunner
 from cedar.bench import replay
 from cedar.cli import app
 from cedar.errors import CedarError
-from cedar.model.embedded import embedded_model_dir
 from perf import tables
 
 TOKENS = 512
 LAYERS, CUT, W = 12, 6, 8
-"""Of the embedded model."""
+"""Of preset ``tiny``."""
 
 
 @pytest.fixture(autouse=True)
 def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith("CEDAR_") and name != "CEDAR_EMBEDDED_DIR":
+        if name.startswith("CEDAR_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("CEDAR_CPU_THREADS", "1")
     monkeypatch.setenv("CEDAR_KV_CACHE_BYTES", str(1 << 26))
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the command writes about the embedded model."""
+def result(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> dict[str, Any]:
+    """What the command writes about that model."""
     output = tmp_path_factory.mktemp("bench") / "replay.json"
-    options = ["--model", str(embedded_model_dir()), "--prompt-tokens", str(TOKENS), "--runs", "2", "--output", str(output)]
+    options = ["--model", str(tiny), "--prompt-tokens", str(TOKENS), "--runs", "2", "--output", str(output)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CEDAR_CPU_THREADS", "1")
         done = CliRunner().invoke(app, ["bench", "--replay", *options], catch_exceptions=False)
@@ -72,22 +71,22 @@ def test_a_cold_prompt_with_replay_costs_more_than_half(result: dict[str, Any]) 
     assert cold["off"]["full_work_percent"] == 100
 
 
-def test_the_result_does_not_say_what_was_measured(result: dict[str, Any]) -> None:
+def test_the_result_does_not_say_what_was_measured(result: dict[str, Any], tiny: Path) -> None:
     settings = result["settings"]
-    assert settings["model"] == str(embedded_model_dir())
+    assert settings["model"] == str(tiny)
     assert (settings["prompt_tokens"], settings["shared_tokens"], settings["runs"]) == (TOKENS, TOKENS - 100, 2)
     assert (settings["layers"], settings["cut"], settings["sliding_window"]) == (LAYERS, CUT, W)
     assert result["machine"]["cores"] >= 1
     assert all(case["ttft_ms"]["count"] == 2 and case["ttft_ms"]["min"] > 0 for case in result["cases"])
 
 
-def test_a_miss_is_measured_as_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_miss_is_measured_as_a_hit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CEDAR_PREFIX_CACHE", "false")
     with pytest.raises(CedarError, match="both sides, hit: 0 tokens came from the prefix cache"):
-        replay.measure(str(embedded_model_dir()), TOKENS, 1)
+        replay.measure(str(tiny), TOKENS, 1)
 
 
-def test_a_request_that_failed_is_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_failed_is_a_figure(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cedar.engine.runner import ModelRunner
 
     def fails(*_: object) -> None:
@@ -95,7 +94,7 @@ def test_a_request_that_failed_is_a_figure(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ModelRunner, "step", fails)
     with pytest.raises(CedarError, match="broken device"):
-        replay.measure(str(embedded_model_dir()), TOKENS, 1)
+        replay.measure(str(tiny), TOKENS, 1)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +114,9 @@ def test_a_bad_option_is_not_named(options: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("prompt_tokens", [511, 16384])
-def test_a_prompt_that_shows_nothing_or_does_not_fit_is_measured(prompt_tokens: int) -> None:
+def test_a_prompt_that_shows_nothing_or_does_not_fit_is_measured(tiny: Path, prompt_tokens: int) -> None:
     with pytest.raises(CedarError, match=rf"--prompt-tokens: is {prompt_tokens}; allowed: 512 to 16383"):
-        replay.measure(str(embedded_model_dir()), prompt_tokens, 1)
+        replay.measure(str(tiny), prompt_tokens, 1)
 
 
 def test_the_plot_cannot_be_drawn(result: dict[str, Any], tmp_path: Path) -> None:

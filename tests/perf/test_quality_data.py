@@ -14,7 +14,7 @@ from perf.quality import data
 from perf.quality.corpus import held_out
 from perf.quality.data import ANSWER, CONTEXT, MIXTURES, Source, draw_for
 from perf.quality.prepare import main as prepare
-from perf.quality.tasks import TASKS, Draw, Item, arithmetic, chain, conversation, program, recall_at, tool_call
+from perf.quality.tasks import TASKS, Draw, Item, arithmetic, chain, conversation, program, recall, recall_at, tool_call
 
 from cedar.text.chat import ChatDefaults, encode_messages
 from cedar.text.parse import parse_completion
@@ -54,6 +54,15 @@ def test_a_held_out_item_is_trained_on(source: Source) -> None:
     assert all(train.mine(key) != test.mine(key) for key in keys)
 
 
+def test_the_evaluation_asks_only_for_answers_that_training_ruled_out(source: Source) -> None:
+    """Of the pairs of a name and a city nearly all are true somewhere in the training; an evaluation draws from all of them."""
+    training, draw = _training(source), draw_for(1, source.corpus)
+    told = {line for _ in range(60) for line in recall(draw, 400).turns[0].user.splitlines() if " lives in " in line}
+    pairs = {line for line in told if re.fullmatch(r"\w+ lives in \w+\.", line)}
+    assert len(pairs) > 50
+    assert sum(map(training.mine, pairs)) > 0.9 * len(pairs)
+
+
 def test_held_out_text_is_filler_or_text_of_the_training(source: Source) -> None:
     kept = [text for name, text in source.corpus.texts.items() if held_out(name)]
     assert kept == source.corpus.held_out
@@ -89,7 +98,7 @@ def test_the_needle_is_nearer_than_asked_for(source: Source) -> None:
     for distance in (256, 1024):
         item = recall_at(draw_for(distance, source.corpus), distance, lambda text: len(encode(text)))
         lines = item.turns[0].user
-        (place,) = (m.end() for m in re.finditer(re.escape(item.turns[0].answer), lines))
+        place = lines.index(item.turns[0].answer)
         between = len(encode(lines[place:]))
         assert distance <= between <= distance + 400
         assert len(source.encoder.prompt(item, thinking=True)) <= CONTEXT

@@ -3,27 +3,32 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 from perf.quality import eval as quality
-from perf.quality.eval import CELLS, compared
-from perf.quality.serving import Answer, Cell, Question, Server, is_changed, is_right
+from perf.quality.blocks import Block, Crew, Outcome
+from perf.quality.cells import CELLS, CHANGED, EXACT, OFF, Marks
+from perf.quality.eval import compared, moved
+from perf.quality.items import LONG_TASKS
+from perf.quality.serving import Answer, Cell, Question, Server, Serving, is_right, shift
 from perf.quality.windows import Windows
 
 from cedar.config.presets import preset
 from cedar.engine.request import DecoderReplay, EncoderReplay
+from cedar.engine.work import StepResult, StepWork
 from cedar.model.make import make_checkpoint
-
-OFF = CELLS[0]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
     model = tmp_path_factory.mktemp("quality") / "tiny"
     make_checkpoint(preset("tiny"), model, seed=5)
-    return Server(model, device="cpu", dtype="float32", chunk=64, sequences=4, cache_bytes=1 << 27)
+    return Server(Serving(model, device="cpu", dtype="float32", ops="auto", chunk=64, sequences=4, items=32))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def questions() -> list[Question]:
 
 
 def test_a_cold_cell_finds_a_prefix_or_a_hit_cell_finds_none(server: Server, questions: list[Question]) -> None:
-    for cell in CELLS[:6]:
+    for cell in CELLS[:7]:
         answers = server.answer(questions, cell)
         window, page = server.runner.config.sliding_window, server.runner.page_tokens
         for question, answer in zip(questions, answers, strict=True):
@@ -58,12 +63,59 @@ def test_a_bounded_cell_changes_nothing(server: Server, questions: list[Question
     """Prompts are many windows long, so each bounded side must move the first logits; exact must not."""
     base = server.answer(questions, OFF)
     moved = {
-        cell.name: [is_changed(a, b) for a, b in zip(base, server.answer(questions, cell), strict=True)] for cell in CELLS[1:5]
+        cell.name: [shift(a, b) > CHANGED for a, b in zip(base, own, strict=True)]
+        for cell, own in zip(CELLS[1:5], server.answers(questions, CELLS[1:5]), strict=True)
     }
     assert all(moved["both"][1:2] + moved["both"][3:5])
     assert all(moved["decoder"])
     assert all(moved["encoder"][1:2] + moved["encoder"][3:5])
     assert not any(moved["exact"])
+
+
+def test_small_chunks_are_large_or_change_an_answer(server: Server, questions: list[Question]) -> None:
+    """An engine of its own cuts the prompts, over the same runner."""
+    rows: list[int] = []
+    step = server.runner.step
+
+    def counted(work: StepWork) -> StepResult:
+        rows.append(sum(len(item.token_ids) for item in work.prefills))
+        return step(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.runner, "step", counted)
+        small = server.answer(questions, replace(OFF, chunk=16))
+        assert max(rows) == 16
+        rows.clear()
+        assert [a.token_ids for a in server.answer(questions, OFF)] == [a.token_ids for a in small]
+        assert max(rows) == 64
+
+
+def test_sequences_wait_for_memory_in_a_mode(server: Server, questions: list[Question]) -> None:
+    """The budget is made so that as many sequences as were asked for run at one time, whatever the replay mode."""
+    most = 0
+    step = server.runner.step
+
+    def counted(work: StepWork) -> StepResult:
+        nonlocal most
+        most = max(most, server.runner.usage().sequences)
+        return step(work)
+
+    for cell in CELLS[:7]:
+        most = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server.runner, "step", counted)
+            server.answer(questions, cell)
+        assert most == 4, cell.name
+
+
+def test_fp8_records_are_fp4_records(server: Server, questions: list[Question]) -> None:
+    """They take the window record's bytes and are nearer to the unquantised entries, so they change logits."""
+    other = Server(replace(server.serving, global_kv="fp8", decoder=DecoderReplay.OFF))
+    source = server.runner.config.kv_source_layer_ids[0]
+    fp4, fp8 = (one.runner.cache.kv(source).record for one in (server, other))
+    assert (fp4.width, fp8.width) == (9 * fp4.dim // 16, 33 * fp8.dim // 32)
+    answers = zip(server.answer(questions, OFF), other.answer(questions, replace(OFF, global_kv="fp8")), strict=True)
+    assert all(shift(a, b) > CHANGED for a, b in answers)
 
 
 def test_a_wrong_answer_counts_as_right() -> None:
@@ -74,21 +126,29 @@ def test_a_wrong_answer_counts_as_right() -> None:
 
 
 def test_a_worse_or_idle_cell_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures name the cell and the task; a bounded cell whose logits are those of off fails however good it is."""
+    """Failures name the cell and the task; a bounded cell whose logits differ from off's by rounding alone, as those of exact do,
+    fails however good it is."""
     questions = [Question(kind, (1,), (5, 1)) for kind in ("copy", "recall") for _ in range(600)]
     right = [Answer([5, 1], ((5, -0.1),)) for _ in questions]
+    base = Marks.of(questions, right, right)
+    draw = Random(0)
+    rounded, again = ([Answer([5, 1], ((5, -0.1 - 0.01 * draw.random()),)) for _ in questions] for _ in range(2))
+    exact = Marks.of(questions, right, rounded)
     worse = [Answer([5 if n % 10 else 6, 1], ((5, -0.2),)) if n < 600 else Answer([5, 1], ((5, -0.2),)) for n in range(1200)]
 
     def cell(name: str, own: list[Answer], kind: Cell) -> dict[str, object]:
         modes = {"encoder_replay": kind.encoder.value, "decoder_replay": kind.decoder.value}
-        return {"name": name, **modes, "hit": 0.0, "replayed_tokens": 0, "tasks": compared(questions, right, own, 4)}
+        marks = Marks.of(questions, right, own)
+        farther = moved(marks, exact, marks.right)
+        tasks = compared(base, marks, exact, 4)
+        return {"name": name, **modes, "hit": 0.0, "replayed_tokens": 0, "moved": farther, "tasks": tasks}
 
     bounded = Cell("decoder", EncoderReplay.OFF, DecoderReplay.BOUNDED)
-    cells = [cell("off", right, OFF), cell("worse", worse, bounded), cell("idle", right, bounded), cell("exact", right, CELLS[4])]
-    failures = quality._failures(cells)
+    answers = {"off": (right, OFF), "worse": (worse, bounded), "idle": (again, bounded), "exact": (rounded, EXACT)}
+    failures = quality._failures([cell(name, own, kind) for name, (own, kind) in answers.items()])
     assert len(failures) == 2
     assert failures[0].startswith("worse, copy: -10.00%")
-    assert failures[1].startswith("idle: no log-probability")
+    assert failures[1].startswith("idle: log-probabilities are those of off")
 
 
 def test_window_errors_are_of_the_wrong_layers_or_rows(server: Server) -> None:
@@ -108,3 +168,28 @@ def test_window_errors_are_of_the_wrong_layers_or_rows(server: Server) -> None:
     assert all(values[0] > 1e-3 for layer, values in decoder.items() if int(layer) > cut)
     for side in ("encoder", "decoder"):
         assert all(bucket["perplexity_full"] > 1 for bucket in found[side]["perplexity"])
+
+
+def test_a_result_counts_blocks_that_nobody_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four blocks of two items two are finished: four items a task; the blocks' file takes them to the next run."""
+    marks = Marks({task: [True, True] for task in LONG_TASKS}, {task: [0.5, 0.5] for task in LONG_TASKS}, 10, 0, 128)
+    seen: list[list[int]] = []
+
+    def run(crew: Crew) -> Outcome:
+        seen.append(list(crew._jobs))
+        names = [cell.name for cell in crew._plan.cells]
+        crew._outcome.blocks += [Block(number, marks, dict.fromkeys(names, marks)) for number in seen[-1][:2]]
+        crew._outcome.left = seen[-1][2:]
+        return crew._outcome
+
+    monkeypatch.setattr(Crew, "run", run)
+    (tmp_path / "text.json.xz").touch()
+    arguments = {"data": tmp_path, "items": 8, "block": 2, "texts": 0, "device": "cpu", "cells": "both", "model": Path("small")}
+    for output, resume, items in (("a.json", None, 4), ("b.json", tmp_path / "a.blocks.json", 8)):
+        with pytest.raises(SystemExit):
+            quality.main(**arguments, resume=resume, output=tmp_path / output)  # type: ignore[arg-type]
+        result = json.loads((tmp_path / output).read_text())
+        assert (result["measured"]["items"], result["measured"]["blocks_left"]) == (items, (8 - items) // 2)
+        assert [row["n"] for row in result["cells"][1]["tasks"]] == [items] * len(LONG_TASKS)
+    assert seen == [[0, 1, 2, 3], [2, 3]]
+    assert (tmp_path / "b.png").stat().st_size > 10_000

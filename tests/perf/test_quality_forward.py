@@ -60,7 +60,13 @@ def _packed() -> tuple[list[list[int]], list[int], torch.Tensor, torch.Tensor]:
 
 def _engine(checkpoint: Path, *, fake_quant: bool) -> ModelRunner:
     settings = EngineConfig(
-        model=str(checkpoint), device="cpu", dtype="float32", fake_quant=fake_quant, cpu_threads=1, kv_cache_bytes=1 << 27
+        model=str(checkpoint),
+        ops="reference",
+        device="cpu",
+        dtype="float32",
+        fake_quant=fake_quant,
+        cpu_threads=1,
+        kv_cache_bytes=1 << 27,
     )
     return ModelRunner.load(settings)
 

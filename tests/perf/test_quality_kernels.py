@@ -10,7 +10,7 @@ import pytest
 import torch
 from perf.quality import kernels
 
-from cedar.model.mhc import sinkhorn as engine_sinkhorn
+from cedar.ops.mhc import sinkhorn as engine_sinkhorn
 
 
 def test_the_reference_sinkhorn_differs_from_the_engines() -> None:

@@ -39,7 +39,7 @@ def describe_kv(config: ModelConfig, settings: EngineConfig, tokens: int | None 
     tokens = min(DEFAULT_TOKENS, longest) if tokens is None else tokens
     if not 1 <= tokens <= longest:
         raise invalid("--tokens", f"is {tokens}", f"1 to {longest} (max_position_embeddings)")
-    formats = cache_formats(config, torch.bfloat16, fake_quant=True)
+    formats = cache_formats(config, torch.bfloat16, fake_quant=True, global_kv=settings.global_kv)
     page, slot = (measure(config, formats, settings.page_tokens) for measure in (page_bytes, slot_bytes))
     pages = -(-tokens // settings.page_tokens)
     sizes = CacheSizes((pages + 1) * page + 2 * slot, settings.page_tokens, page, slot, 0, pages, num_slots=1)

@@ -32,11 +32,12 @@ class EngineConfig:
     """Every setting. Field ``a_b`` is flag ``--a-b``, environment ``CEDAR_A_B`` and YAML key ``a_b``."""
 
     # what is served
-    model: str = _flag("", "checkpoint directory; empty: the embedded tiny model")
+    model: str = _flag("", "checkpoint directory; empty: the embedded model, cedar-small")
     device: str = _flag("auto", "where the network runs", "auto", "cpu", "cuda")
     dtype: str = _flag("auto", "arithmetic of activations; auto: bfloat16 on cuda, float32 on cpu", "auto", "float32", "bfloat16")
     fake_quant: bool = _flag(True, "the cache and index quantisers (part of the model; off only for equivalence tests)")
     act_quant: bool = _flag(False, "FP8 activations of the quantised linears (speed option of the kernels)")
+    global_kv: str = _flag("nvfp4", "records of the long-range KV; fp8 takes 1.8 times the bytes (comparison)", "nvfp4", "fp8")
     ops: str = _flag("auto", "provider of the fused operations", "auto", "reference", "native")
     cpu_threads: int = _flag(0, "threads of the CPU arithmetic; 0: as many as cores")
     # memory and scheduling

@@ -14,11 +14,15 @@ from cedar.engine.replay import SeamSizes
 from cedar.engine.request import DecoderReplay, EncoderReplay
 
 
-def cache_formats(config: ModelConfig, dtype: torch.dtype, *, fake_quant: bool) -> CacheFormats:
-    """The packed records of `cedar.cache.layout`; with fake_quant off, unquantised values in the compute dtype."""
+def cache_formats(config: ModelConfig, dtype: torch.dtype, *, fake_quant: bool, global_kv: str = "nvfp4") -> CacheFormats:
+    """The packed records of `cedar.cache.layout`; with fake_quant off, unquantised values in the compute dtype.
+
+    global_kv: nvfp4, the release's; fp8: compressed KV in the window's records.
+    """
     head, index = config.head_dim, config.index_head_dim
     if fake_quant:
-        return CacheFormats(WindowRecords(head), GlobalRecords(head), IndexKeyRecords(index))
+        entry = GlobalRecords(head) if global_kv == "nvfp4" else WindowRecords(head)
+        return CacheFormats(WindowRecords(head), entry, IndexKeyRecords(index))
     return CacheFormats(FloatRecords(head, dtype), FloatRecords(head, dtype), FloatRecords(index, dtype))
 
 

@@ -94,7 +94,7 @@ class ModelRunner:
             )
         load_weights(model, directory, progress)
         model.eval()
-        formats = cache_formats(config, dtype, fake_quant=settings.fake_quant)
+        formats = cache_formats(config, dtype, fake_quant=settings.fake_quant, global_kv=settings.global_kv)
         budget = settings.kv_cache_bytes or int(free_memory(device) * settings.kv_cache_share)
         sizes = plan_cache(config, formats, settings, dtype, budget)
         cache = KVCache(config, formats, sizes, device)
