@@ -30,6 +30,6 @@ def test_a_link_or_path_of_the_readme_leads_nowhere() -> None:
 
 def test_a_python_example_of_the_readme_does_not_compile() -> None:
     examples = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for number, example in enumerate(examples):
         compile(example, f"README example {number}", "exec")
