@@ -9,18 +9,35 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from native_support import everything, native_library
 
+from cedar.errors import CedarError
 from cedar.ops import native
-from cedar.ops.abi import OPERATIONS, TABLE, Operation
+from cedar.ops.abi import KINDS, OPERATIONS, TABLE, Operation
 from cedar.ops.provider import using
 
 HEADER = Path(__file__).resolve().parents[2] / "backend" / "kernels" / "include" / "cedar_kernels.h"
 _STRUCT = re.compile(r"typedef struct \{(.*?)\} cedar_(\w+)_args;", re.DOTALL)
 _KINDS = {"uint64_t": "int", "int64_t": "int", "double": "float"}
+
+
+def dense_arguments(operation: Operation, device: torch.device) -> list[torch.Tensor]:
+    """Tensors that the table takes when every dimension is 32, but ``hc`` 1, and ``ratio`` 2; floats are bfloat16."""
+    scope: dict[str, Any] = {scalar.name: 32 for scalar in operation.scalars} | {"hc": 1, "ratio": 2}
+    scope |= dict.fromkeys(("type", "weight_type", "shared_type", "out_type", "any"), torch.bfloat16)
+    scope |= {dtype: getattr(torch, dtype) for dtype in KINDS.values()}
+    return [
+        torch.empty(
+            [eval(part, scope) for part in field.dims] or [32],
+            dtype=eval(KINDS.get(field.kind, field.kind), scope),
+            device=device,
+        )
+        for field in operation.tensors
+    ]
 
 
 def header_fields() -> dict[str, list[tuple[str, str]]]:
@@ -81,6 +98,46 @@ def test_a_wrong_tensor_reaches_the_library() -> None:
             op(wrong, weight, None, None, y, 0, 0.0)
     with pytest.raises(ValueError, match=r"y is .*; allowed: dense"):
         op(x, weight, None, None, torch.zeros(2, 2), 0, 0.0)
+
+
+@pytest.mark.parametrize("home", ["cpu", "meta"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_library_reads_an_address_of_another_device(name: str, home: str) -> None:
+    """Every tensor of every operation in turn; memory that is not pinned is no exception either."""
+    operation, here = OPERATIONS[name], torch.device(home)
+    build, other = native.builder(operation), torch.device("meta" if home == "cpu" else "cpu")
+    values = {"ratio": 2, "rows": 32, "groups": 32, "rank": 32, "in_dim": 32}
+    given = [values.get(scalar.name, 1) for scalar in operation.given]
+    tensors = dense_arguments(operation, here)
+    build(*tensors, *given, here, 0, 1, 0, None)
+    for place, field in enumerate(operation.tensors):
+        moved = [*tensors]
+        moved[place] = torch.empty_like(tensors[place], device=other)
+        with pytest.raises(ValueError, match=rf"{name}: {field.name} is .* on {other}; allowed: dense .* on {home}$"):
+            build(*moved, *given, here, 0, 1, 0, None)
+
+
+def test_projections_of_another_type_are_read_as_floats() -> None:
+    operation = OPERATIONS["compress_store"]
+    build, tensors = native.builder(operation), dense_arguments(operation, torch.device("cpu"))
+    place = [field.name for field in operation.tensors].index("projected")
+    scalars = [scalar.name for scalar in operation.given]
+    for ratio, right in ((1, torch.bfloat16), (2, torch.float32)):
+        given = [{"ratio": ratio}.get(name, 1) for name in scalars]
+        for dtype in (torch.bfloat16, torch.float32, torch.int32):
+            tensors[place] = torch.zeros(32, ratio * 32, dtype=dtype)
+            if dtype is right:
+                build(*tensors, *given, torch.device("cpu"), 0, 1, 0, None)
+                continue
+            with pytest.raises(ValueError, match=r"compress_store: projected is .*; allowed: dense"):
+                build(*tensors, *given, torch.device("cpu"), 0, 1, 0, None)
+
+
+def test_a_misspelt_instruction_set_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_library()
+    monkeypatch.setenv("CEDAR_CPU_ISA", "AVX2")
+    with pytest.raises(CedarError, match=r"CEDAR_CPU_ISA: is 'AVX2'; allowed: baseline \| avx2 \| avx512, or unset"):
+        native.load.__wrapped__()
 
 
 def test_an_expert_that_does_not_exist_is_read() -> None:

@@ -19,6 +19,7 @@ from cedar.engine.request import DecoderReplay
 from cedar.engine.runner import ModelRunner
 from cedar.engine.work import DecodeWork, PrefillWork, StepWork, TailWork
 from cedar.model.embedded import embedded_model_dir
+from cedar.ops import native
 from cedar.ops.abi import OPERATIONS
 from cedar.text.tokenizer import load_tokenizer
 from golden_support import case_arrays, cases, decode, load_runner, open_sequence, prefill, recorded, relative_error, tail
@@ -143,6 +144,24 @@ def test_company_changes_a_bit(tiny: Path, dtype: str, mode: DecoderReplay) -> N
     alone = lives(runner, prompts, 8, mode, together=False)
     for one, other in zip(together, alone, strict=True):
         assert np.array_equal(one, other)
+
+
+def test_a_second_thread_changes_a_bit(tiny: Path) -> None:
+    """Prompts, tails and decode steps, which repeat passes that were recorded with as many threads."""
+    one = loaded(tiny, "native")
+    prompts = [text_like(one.vocab_size, length, length) for length in (70, 9, 31)]
+    native.set_threads(1)
+    alone = lives(one, prompts, 4, DecoderReplay.BOUNDED, together=True)
+    try:
+        two = ModelRunner.load(
+            EngineConfig(model=str(tiny), ops="native", dtype="float32", cpu_threads=2, kv_cache_bytes=64 << 20)
+        )
+        assert two.operations.startswith("native (cpu: ")
+        together = lives(two, prompts, 4, DecoderReplay.BOUNDED, together=True)
+    finally:
+        native.set_threads(1)
+    for one_row, other in zip(alone, together, strict=True):
+        assert np.array_equal(one_row, other)
 
 
 def test_the_tail_after_chunks_differs_from_the_whole_prompt(tiny: Path) -> None:

@@ -63,7 +63,10 @@ def test_auto_is_silent_without_a_library(
     native.load.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert choose("auto", CPU, {}).native_ops == set()
+            choice = choose("auto", CPU, {})
+        assert choice.native_ops == set()
+        assert choice.summary.startswith("PyTorch reference: libcedar_kernels.so is not there")
+        assert choose("reference", CPU, {}).summary == "PyTorch reference"
         assert "none.so" in caplog.text
         assert "make setup" in caplog.text
         with pytest.raises(CedarError, match=r"ops: is 'native', but libcedar_kernels.so is not there .*none\.so"):
@@ -87,7 +90,7 @@ def test_a_file_that_is_no_library_is_loaded(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_one_operation_cannot_be_chosen() -> None:
-    native_library()
+    native_here = f"native ({native_library().info})"
     every = set(OPERATIONS)
     assert choose("reference", CPU, {}).native_ops == set()
     assert choose("auto", CPU, {}).native_ops == every
@@ -95,6 +98,9 @@ def test_one_operation_cannot_be_chosen() -> None:
     one = choose("reference", CPU, {"CEDAR_OP_MEGA_GATE": "native"})
     assert (one.native_ops, one.required) == ({"mega_gate"}, {"mega_gate"})
     assert choose("native", CPU, {"CEDAR_OP_MEGA_GATE": "reference"}).native_ops == every - {"mega_gate"}
+    assert choose("auto", CPU, {}).summary == native_here
+    two = {"CEDAR_OP_MEGA_GATE": "reference", "CEDAR_OP_WO_A": "reference"}
+    assert choose("auto", CPU, two).summary == f"{native_here}, PyTorch reference: mega_gate, wo_a"
 
 
 def test_an_operation_without_a_body_is_chosen() -> None:
@@ -102,7 +108,9 @@ def test_an_operation_without_a_body_is_chosen() -> None:
     assert all(library.has_body(name, CPU) for name in OPERATIONS)
     assert not library.has_body("mega_nothing", CPU)
     meta = torch.device("meta")
-    assert choose("auto", meta, {}).native_ops == set()
+    choice = choose("auto", meta, {})
+    assert choice.native_ops == set()
+    assert choice.summary == f"PyTorch reference: {library.path} ({library.info}) has no bodies for meta"
     with pytest.raises(CedarError, match=r"ops: is 'native', but the library has no compress_store, .* for meta"):
         choose("native", meta, {})
 

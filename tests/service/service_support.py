@@ -143,7 +143,7 @@ class ServiceThread:
         engine = Engine(self.runner, self.config, facts, recorder=self.metrics)
         self.engine = EngineThread(engine, self.service.hub.publish)
         self.engine.start()
-        self.run(self.service.accept(Serving(self.engine, "fake", self.runner.max_model_len, VOCAB)))
+        self.run(self.service.accept(Serving(self.engine, "fake", self.runner.max_model_len, VOCAB, "by hand")))
         return self.engine
 
     def stop(self) -> None:

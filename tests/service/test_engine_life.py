@@ -31,7 +31,7 @@ def load_engine(config, service, metrics):
     def broken(_engine):
         raise KeyboardInterrupt("of the test")
     threading.Thread(target=lambda: (sys.stdin.readline(), engine.call(broken)), daemon=True).start()
-    return Serving(engine, "fake", runner.max_model_len, VOCAB)
+    return Serving(engine, "fake", runner.max_model_len, VOCAB, "by hand")
 
 main.load_engine = load_engine
 main.main(["--address", sys.argv[1]])

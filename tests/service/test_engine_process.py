@@ -209,8 +209,8 @@ def test_last_adapter_leaves_an_engine_behind_but_a_reload_keeps_it(house: House
     second.stdin.write("\n")  # the reload of the only model
     second.stdin.flush()
     assert answer(second)["pid"] == pid
-    leave(second)
     left = time.monotonic()
+    leave(second)
     until(lambda: gone(pid), "the engine has ended")
     assert 4.0 < time.monotonic() - left < 10.0
     directory = house.directory(owner)

@@ -25,7 +25,8 @@ def test_loading_engine_looks_ready() -> None:
         with grpc.insecure_channel(served.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             check = health_pb2.HealthCheckRequest(service="cedar.v1.Engine")
-            assert client.status().state == "loading"
+            status = client.status()
+            assert (status.state, status.operations) == ("loading", "")
             client.encode(request("r"), encoding.progress.append, encoding.on_done)
             error = encoding.wait()
             assert isinstance(error, CedarError)
@@ -41,6 +42,7 @@ def test_loading_engine_looks_ready() -> None:
             assert b"cedar_engine_up 1.0" in client.status(include_metrics=True).metrics
             status = client.status()
             assert (status.state, status.load_fraction, status.vocab_size) == ("serving", 1.0, VOCAB)
+            assert status.operations == "by hand"
         client.close()
 
 

@@ -17,7 +17,8 @@ from cedar.config.engine import EngineConfig
 from cedar.triton import supervisor
 from cedar.v1 import engine_pb2 as pb
 
-STATUS = pb.StatusResponse(model="/m", max_model_len=4096, kv_bytes_total=1 << 30, pid=7, version="0.1.0")
+OPERATIONS = "PyTorch reference: /lib[1]/libcedar_kernels.so is not there"
+STATUS = pb.StatusResponse(model="/m", max_model_len=4096, kv_bytes_total=1 << 30, pid=7, version="0.1.0", operations=OPERATIONS)
 
 
 @pytest.fixture
@@ -66,6 +67,11 @@ def test_the_ready_line_is_not_alone(served: list[EngineConfig]) -> None:
     assert lines[-1] == "Cedar is ready"
     assert any("127.0.0.1:7777" in line for line in lines)
     assert [line for line in lines if line.startswith("loading")] == ["loading the model: 0%", "loading the model: 55%"]
+
+
+def test_a_missing_library_is_not_told(served: list[EngineConfig]) -> None:
+    lines = [line.split() for line in run().output.splitlines()]
+    assert ["operations", *OPERATIONS.split()] in lines
 
 
 def test_the_bar_stays_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from cedar.config.engine import EngineConfig, misspelt
 
@@ -51,6 +52,7 @@ class Report:
         table = Table(show_header=False, box=None)
         for name, value in (
             ("model", status.model or config.model or "embedded model"),
+            ("operations", status.operations),
             ("context", f"{status.max_model_len:,} tokens"),
             ("KV budget", f"{status.kv_bytes_total / 2**20:,.0f} MiB"),
             ("prefix cache", "on" if config.prefix_cache else "off"),
@@ -60,7 +62,7 @@ class Report:
             ("metrics", f"http://{config.host}:{config.metrics_port}/metrics"),
             ("engine", f"process {status.pid}, version {status.version}"),
         ):
-            table.add_row(name, value)
+            table.add_row(name, Text(value))  # paths may have brackets, which are no markup
         self._console.print(table)
         print("Cedar is ready", flush=True)
 

@@ -28,7 +28,7 @@ from cedar.model.embedded import embedded_model_dir
 from cedar.model.engram import EngramHasher, TokenMap
 from cedar.model.transformer import Boundary, Transformer
 from cedar.ops.abi import OPERATIONS
-from cedar.ops.provider import Choice, choose, using
+from cedar.ops.provider import REFERENCE, Choice, choose, using
 
 Progress = Callable[[int, int, str], None]
 
@@ -60,6 +60,7 @@ class ModelRunner:
         self._device = device
         self._threads = threads
         self._ops = ops
+        self.operations = REFERENCE if ops is None else ops.summary
         can_record = device.type == "cpu" and ops is not None and ops.native_ops == set(OPERATIONS)
         self._graphs = DecodeGraphs(model, cache, cache.tables) if can_record else None
         self._batches = BatchBuilder(model.config, hasher, cache.tables, device)

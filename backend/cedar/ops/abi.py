@@ -7,8 +7,8 @@ threads in front, the workspace behind). First the scalars, then the tensors:
 * ``name:float`` and ``name:int`` are given by the caller. A bare name follows from the tensors: it is either the type of one
   (``type[...]``) or a dimension (``[rows, dim]``).
 * ``name: kind[dims]`` is a tensor that must have as many elements as the product of ``dims``, dense; ``[]``: any number. ``?``
-  marks one that may be None, ``!`` one that is written. kind: f32, i64, u8, bool, any, or a scalar's name whose value then is its
-  type.
+  marks one that may be None, ``!`` one that is written, ``@`` one that a GPU may read from pinned host memory. kind: f32, i64,
+  u8, bool, any, a scalar's name whose value then is its type, or in parentheses an expression of such scalars and torch's dtypes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ TABLE = {
         store_from?:i64[stores] store_to:i64[stores] ring!:any[] table!:any[]""",
     "compress_store": """
         type record:int index_record:int ratio:int rows groups dim index_dim pairs opens leaves_open norm_eps:float
-        projected:any[rows,ratio*dim] group_rows?:i64[groups] first?:i64[groups] open_from?:i64[opens] open_rows?:i64[leaves_open]
-        open_to?:i64[leaves_open] open?!:f32[] norm_weight:f32[dim] wk:type[index_dim,dim] index_norm_weight:f32[index_dim]
+        projected:(type if ratio == 1 else float32)[rows,ratio*dim] group_rows?:i64[groups] first?:i64[groups]
+        open_from?:i64[opens] open_rows?:i64[leaves_open] open_to?:i64[leaves_open] open?!:f32[]
+        norm_weight:f32[dim] wk:type[index_dim,dim] index_norm_weight:f32[index_dim]
         cos:f32[groups,pairs] sin:f32[groups,pairs] slots:i64[groups] kv_pool!:any[] index_pool!:any[]""",
     "mqa_logits_topk": """
         type record:int rows heads dim pairs top_k:int width max_visible:int per_page:int block:int candidate_blocks
@@ -64,7 +65,7 @@ TABLE = {
         window_index:i64[rows,window_width] entries?:any[] entry_index?:i64[rows,entry_width] out!:type[rows,heads,dim]""",
     "engram_gather": """
         type rows columns dim table_rows
-        ids:i64[rows,columns] table:u8[table_rows,dim] table_scale:u8[table_rows,dim//32] out!:type[rows,columns,dim]""",
+        ids:i64[rows,columns] table@:u8[table_rows,dim] table_scale@:u8[table_rows,dim//32] out!:type[rows,columns,dim]""",
     "engram_gate": """
         type rows hc hidden norm_eps:float
         streams:type[rows,hc,hidden] keys_value:type[rows,hc+1,hidden] qk_weight:f32[hc,hidden]
@@ -72,7 +73,7 @@ TABLE = {
 }
 
 KINDS = {"f32": "float32", "i64": "int64", "u8": "uint8", "bool": "bool"}
-_ENTRY = re.compile(r"(?P<name>\w+)(?P<optional>\?)?(?P<written>!)?(:(?P<kind>\w+)(?P<dims>\[[^]]*])?)?")
+_ENTRY = re.compile(r"(?P<name>\w+)(?P<optional>\?)?(?P<written>!)?(?P<pinned>@)?(:(?P<kind>\w+|\([^)]*\))(?P<dims>\[[^]]*])?)?")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class TensorField:
     dims: tuple[str, ...]
     optional: bool
     written: bool
+    pinned: bool
 
 
 class Operation:
@@ -107,8 +109,8 @@ class Operation:
                 self.scalars.append(Scalar(field["name"], field["kind"] or ""))
                 continue
             dims = tuple(part for part in field["dims"][1:-1].split(",") if part)
-            optional, written = bool(field["optional"]), bool(field["written"])
-            self.tensors.append(TensorField(field["name"], field["kind"], dims, optional, written))
+            optional, written, pinned = (bool(field[mark]) for mark in ("optional", "written", "pinned"))
+            self.tensors.append(TensorField(field["name"], field["kind"], dims, optional, written, pinned))
 
     @cached_property
     def given(self) -> list[Scalar]:
@@ -142,15 +144,17 @@ class Operation:
     def source(self) -> str:
         """A Python function that checks its arguments and returns the struct of the call, workspace included.
 
+        home: the `torch.device` on which all tensors must be; device: the library's number of it.
         Written out rather than interpreted: a decode step makes a hundred of these calls, and each check is a few bytecodes.
-        Its globals: Struct, SIZE, TYPES, the dtypes of `KINDS` by name, and ``wrong(op, tensor, dims)``, which raises.
+        Its globals: Struct, SIZE, TYPES, the dtypes of `KINDS` by name, and ``wrong(op, name, tensor, kind, dims, home)``, which
+        raises.
         """
-        lines = [f"def build({', '.join(self.parameters)}, device, threads, workspace_bytes, workspace):"]
+        lines = [f"def build({', '.join(self.parameters)}, home, device, threads, workspace_bytes, workspace):"]
         lines += [f"    {line}" for line in self._derivations()]
         for tensor in self.tensors:
             present = f"{tensor.name} is not None and " if tensor.optional else ""
             lines.append(f"    if {present}({' or '.join(self._wrong(tensor))}):")
-            lines.append(f"        wrong({self.name!r}, {tensor.name!r}, {tensor.name}, {tensor.kind!r}, {tensor.dims!r})")
+            lines.append(f"        wrong({self.name!r}, {tensor.name!r}, {tensor.name}, {tensor.kind!r}, {tensor.dims!r}, home)")
         values = [f"TYPES[{scalar.name}]" if self._is_type(scalar) else scalar.name for scalar in self.scalars]
         values += [
             f"{tensor.name}.data_ptr()" + (f" if {tensor.name} is not None else None" if tensor.optional else "")
@@ -182,7 +186,9 @@ class Operation:
 
     @staticmethod
     def _wrong(tensor: TensorField) -> list[str]:
-        conditions = [f"not {tensor.name}.is_contiguous()"]
+        elsewhere = f"{tensor.name}.device != home"
+        conditions = [f"{elsewhere} and not {tensor.name}.is_pinned()" if tensor.pinned else elsewhere]
+        conditions.append(f"not {tensor.name}.is_contiguous()")
         if tensor.kind != "any":
             conditions.append(f"{tensor.name}.dtype is not {KINDS.get(tensor.kind, tensor.kind)}")
         if tensor.dims:

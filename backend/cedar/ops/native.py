@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cedar.cache.layout import GlobalRecords, IndexKeyRecords, WindowRecords
 from cedar.cache.records import FloatRecords, RecordFormat
+from cedar.errors import invalid
 from cedar.ops.abi import KINDS, OPERATIONS, Operation
 
 ABI_VERSION = 2
@@ -31,6 +32,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 _NAMESPACE: Any = torch.library.Library("cedar", "DEF")  # type: ignore[no-untyped-call]
 _registered: list[str] = []
 _DEVICES = {"cpu": 0, "cuda": 1}
+_CPU = torch.device("cpu")
+_CPU_ISAS = ("baseline", "avx2", "avx512")
 _CTYPES = {"int": ctypes.c_int64, "float": ctypes.c_double, "pointer": ctypes.c_void_p}
 
 
@@ -104,7 +107,13 @@ def candidates() -> list[Path]:
 
 @cache
 def load() -> Library:
-    """The library, its operations registered. Raises `NativeUnavailable`."""
+    """The library, its operations registered. Raises `NativeUnavailable`, and `CedarError` when CEDAR_CPU_ISA names no set.
+
+    CEDAR_CPU_ISA, which the library reads: the widest instruction set of its CPU bodies; they use the widest there is up to it.
+    """
+    isa = os.environ.get("CEDAR_CPU_ISA")
+    if isa is not None and isa not in _CPU_ISAS:
+        raise invalid("CEDAR_CPU_ISA", f"is {isa!r}", f"{' | '.join(_CPU_ISAS)}, or unset")
     path = next((path for path in candidates() if path.is_file()), None)
     if path is None:
         looked = ", ".join(map(str, candidates()))
@@ -136,9 +145,21 @@ def struct_of(operation: Operation) -> type[ctypes.Structure]:
     return type(f"cedar_{operation.name}_args", (ctypes.Structure,), {"_fields_": fields})
 
 
-def _wrong(op: str, name: str, tensor: Tensor, kind: str, dims: tuple[str, ...]) -> None:
-    has = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
-    raise ValueError(f"{op}: {name} is {has}; allowed: dense {KINDS.get(kind, kind)} [{', '.join(dims)}]")
+def _wrong(op: str, name: str, tensor: Tensor, kind: str, dims: tuple[str, ...], home: torch.device) -> None:
+    has = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
+    raise ValueError(f"{op}: {name} is {has}; allowed: dense {KINDS.get(kind, kind)} [{', '.join(dims)}] on {home}")
+
+
+def builder(operation: Operation) -> Callable[..., ctypes.Structure]:
+    """``build(*arguments, home, device, threads, workspace_bytes, workspace)`` of an operation (`Operation.source`).
+
+    It raises ValueError for what is not as the table says, or not where the call runs, before anything takes its address.
+    """
+    struct = struct_of(operation)
+    scope: dict[str, Any] = {"Struct": struct, "SIZE": ctypes.sizeof(struct), "TYPES": _TYPES, "wrong": _wrong}
+    scope.update({dtype: getattr(torch, dtype) for dtype in KINDS.values()})
+    exec(operation.source, scope)
+    return scope["build"]  # type: ignore[no-any-return]
 
 
 class _Scratch(threading.local):
@@ -254,17 +275,13 @@ _outgrown: list[Tensor] = []
 
 def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None], Callable[..., None]]:
     """What the dispatcher calls for tensors of a CPU and of a GPU."""
-    struct = struct_of(operation)
-    scope: dict[str, Any] = {"Struct": struct, "SIZE": ctypes.sizeof(struct), "TYPES": _TYPES, "wrong": _wrong}
-    scope.update({dtype: getattr(torch, dtype) for dtype in KINDS.values()})
-    exec(operation.source, scope)
-    build, byref = scope["build"], ctypes.byref
+    build, byref = builder(operation), ctypes.byref
     run, workspace = library.run(operation.name), library.workspace(operation.name)
     first = next(place for place, tensor in enumerate(operation.tensors) if not tensor.optional)
     written = [place for place, tensor in enumerate(operation.tensors) if tensor.written and tensor.dims]  # without pools
 
     def on_cpu(*arguments: Any) -> None:
-        args = build(*arguments, 0, _threads[0], _scratch.size, _scratch.pointer)
+        args = build(*arguments, _CPU, 0, _threads[0], _scratch.size, _scratch.pointer)
         status = run(byref(args), None)
         if status == _WORKSPACE:
             args.workspace_bytes, args.workspace = _scratch.grow(workspace(byref(args)))
@@ -276,8 +293,9 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
             _active.recording.add(run, workspace, args, arguments, results)
 
     def on_cuda(*arguments: Any) -> None:
-        stream = torch.cuda.current_stream(arguments[first].device)
-        args = build(*arguments, 1, 1, 0, None)
+        home = arguments[first].device
+        stream = torch.cuda.current_stream(home)
+        args = build(*arguments, home, 1, 1, 0, None)
         size = workspace(byref(args))
         if size > 0:
             args.workspace_bytes, args.workspace = size, _on_stream(stream, size).data_ptr()

@@ -28,6 +28,8 @@ R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 _ALLOWED = ("auto", "reference", "native")
 _PREFIX = "CEDAR_OP_"
+REFERENCE = "PyTorch reference"
+"""What `Choice.summary` calls operations that the library does not carry out."""
 
 
 class FusedOp(Generic[P, R]):
@@ -58,10 +60,14 @@ class FusedOp(Generic[P, R]):
 
 @dataclass
 class Choice:
-    """native_ops: operations that the library carries out. required: an operation that it cannot is an error, not a fallback."""
+    """native_ops: operations that the library carries out. required: an operation that it cannot is an error, not a fallback.
+
+    summary: the same for people, and why it is so.
+    """
 
     native_ops: set[str]
     required: set[str]
+    summary: str = REFERENCE
     _told: set[str] = field(default_factory=set)
 
     def refused(self, op: str, why: str) -> None:
@@ -106,13 +112,20 @@ def choose(ops: str, device: torch.device, env: Mapping[str, str] | None = None)
         if required:
             raise invalid("ops", f"is 'native', but {error}", "auto or reference") from error
         _LOG.warning("operations run as their PyTorch references: %s", error)
-        return Choice(set(), set())
+        return Choice(set(), set(), f"{REFERENCE}: {error}")
     has = {name for name in wanted if library.has_body(name, device)}
     missing = sorted(required - has)
     if missing:
         raise invalid("ops", f"is 'native', but the library has no {', '.join(missing)} for {device.type}", "auto or reference")
-    _LOG.info("operations run in %s (%s)", library.path, library.info)
-    return Choice({name for name, how in wanted.items() if how != "reference"} & has, required)
+    native_ops = {name for name, how in wanted.items() if how != "reference"} & has
+    if not native_ops:
+        summary = f"{REFERENCE}: {library.path} ({library.info}) has no bodies for {device.type}"
+        _LOG.warning("operations run as their %s", summary)
+        return Choice(set(), required, summary)
+    rest = [name for name in OPERATIONS if name not in native_ops]
+    summary = f"native ({library.info})" + (f", {REFERENCE}: {', '.join(rest)}" if rest else "")
+    _LOG.info("operations run in %s: %s", library.path, summary)
+    return Choice(native_ops, required, summary)
 
 
 def _wanted(name: str, ops: str, env: Mapping[str, str]) -> str:

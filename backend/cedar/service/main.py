@@ -177,7 +177,7 @@ def load_engine(config: EngineConfig, service: EngineService, metrics: EngineMet
     log.info(
         "%s is loaded: %d tokens of context, KV budget %d bytes", config.model, runner.max_model_len, runner.usage().bytes_total
     )
-    return Serving(engine, config.model, runner.max_model_len, facts.num_valid_ids)
+    return Serving(engine, config.model, runner.max_model_len, facts.num_valid_ids, runner.operations)
 
 
 def _start_logging(config: EngineConfig, directory: EngineDirectory | None) -> None:

@@ -57,12 +57,13 @@ SERVER_OPTIONS = (
 
 @dataclass(frozen=True)
 class Serving:
-    """A loaded engine and what `Status` tells of its model."""
+    """A loaded engine and what `Status` tells of its model. operations: who carries them out, for people."""
 
     engine: EngineThread
     model: str
     max_model_len: int
     vocab_size: int
+    operations: str
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
@@ -288,7 +289,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             stats = await self._fresh_stats()
             if (serving := self._serving) is not None:
                 response.model, response.vocab_size = serving.model, serving.vocab_size
-                response.max_model_len = serving.max_model_len
+                response.max_model_len, response.operations = serving.max_model_len, serving.operations
             if stats is not None:
                 usage = stats.usage
                 response.num_running, response.num_waiting = stats.num_running, stats.num_waiting

@@ -6,13 +6,14 @@
  * returns a cedar_status; cedar_last_error() has the text of this thread's last failure. No call allocates device memory or
  * synchronises, and all calls are re-entrant. cedar_<op>_workspace(args) is the number of bytes that the caller's workspace must
  * have (its content is undefined before and after the call), or -1 on wrong arguments; a call with a smaller one returns
- * CEDAR_WORKSPACE and does nothing. On a GPU the workspace's first CEDAR_COUNTER_BYTES must be zero when a call starts, and are zero
- * again when it has ended.
+ * CEDAR_WORKSPACE and does nothing. On a GPU the workspace's first CEDAR_COUNTER_BYTES must be zero when a call starts, and are
+ * zero again when it has ended.
  *
- * Every field is 8 bytes: a pointer, an int64 or a double. `size` is sizeof of the struct as the caller knows it. Tensors are dense,
- * row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
+ * Every field is 8 bytes: a pointer, an int64 or a double. `size` is sizeof of the struct as the caller knows it. Tensors are
+ * dense, row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
  * On a Hopper GPU very many rows may be multiplied by an instruction that adds in another order: there, on their number alone.
- * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are int64 row numbers; 0 is the null row, which is never written and masks a key.
+ * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are
+ * int64 row numbers; 0 is the null row, which is never written and masks a key.
  * The formulas are those of the docstrings in backend/cedar/ops.
  */
 #ifndef CEDAR_KERNELS_H
@@ -44,8 +45,9 @@ typedef enum {
 typedef enum { CEDAR_CPU = 0, CEDAR_CUDA = 1 } cedar_device;
 
 /*
- * Types of activations and weights. The last two are of weights only: E4M3 codes with a UE8M0 scale per tile of 32 x 32 (on a GPU at most
- * 2^7), and the routed experts' E2M1 codes with a UE8M0 scale per 32 inputs of a row, in the order of cedar.ops.fp4_tiles (a GPU's).
+ * Types of activations and weights. The last two are of weights only: E4M3 codes with a UE8M0 scale per tile of 32 x 32 (on a GPU
+ * at most 2^7), and the routed experts' E2M1 codes with a UE8M0 scale per 32 inputs of a row, in the order of
+ * cedar.ops.fp4_tiles (a GPU's).
  */
 typedef enum { CEDAR_F32 = 0, CEDAR_BF16 = 1, CEDAR_FP8_TILES = 2, CEDAR_MXFP4 = 3 } cedar_type;
 
@@ -179,8 +181,8 @@ typedef struct {
 
 /*
  * Window records of a step's rows, encode(rope(RMSNorm(kv))), and where they go: row t's record is row history_rows + t of table;
- * the rows before are copied from ring rows history first. Then table row history_rows + store_from[i] (store_from NULL: i) goes to
- * ring row store_to[i].
+ * the rows before are copied from ring rows history first. Then table row history_rows + store_from[i] (store_from NULL: i) goes
+ * to ring row store_to[i].
  */
 typedef struct {
     uint64_t size;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sixteen float lanes on whatever the translation unit is compiled for. The lanes, and so the order of every sum, are the same for
-// all instruction sets; only the fused multiply-add, which the baseline lacks, makes its bits differ from the others'.
+// Sixteen float lanes on whatever the translation unit is compiled for. The lanes, and so the order of every sum, are the same
+// for all instruction sets; only the fused multiply-add, which the baseline lacks, makes its bits differ from the others'.
 #pragma once
 
 #include <cstdint>

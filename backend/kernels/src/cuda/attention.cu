@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// mega_attention in one launch. A cluster of two blocks takes a row and 64 of its heads, which are the rows of the matrix instructions:
-// every key is read once a block. The row's tiles of 64 keys that hold any are dealt out to the two blocks in turn.
+// mega_attention in one launch. A cluster of two blocks takes a row and 64 of its heads, which are the rows of the matrix
+// instructions: every key is read once a block. The row's tiles of 64 keys that hold any are dealt out to the two blocks in turn.
 //
-// In a block, one warpgroup decodes records into bf16 tiles in shared memory, which hold the keys and, read the other way, the values.
-// Two warpgroups each own half of the dimensions: their halves of the scores' sums are exchanged through shared memory, so that both
-// have all scores and the same maxima, and their probabilities never leave registers. At the end block r gets the other block's sums of
-// half r of the dimensions and finishes those. A row's sums thus depend on its own keys alone: not on other rows, nor on masked columns.
+// In a block, one warpgroup decodes records into bf16 tiles in shared memory, which hold the keys and, read the other way, the
+// values. Two warpgroups each own half of the dimensions: their halves of the scores' sums are exchanged through shared memory,
+// so that both have all scores and the same maxima, and their probabilities never leave registers. At the end block r gets the
+// other block's sums of half r of the dimensions and finishes those. A row's sums thus depend on its own keys alone: not on other
+// rows, nor on masked columns.
 #include "attention_reader.cuh"
 #include "attention_writer.cuh"
 #include "bodies.h"

@@ -66,8 +66,8 @@ __device__ inline float power_of_two(float x) {
     return y;
 }
 
-// The online softmax of rows g and g + 8 of a warp's 16. Probabilities are relative to a reference that follows the maximum only when
-// that has grown by more than kSlack: sums are seldom scaled anew, and lose nothing to it.
+// The online softmax of rows g and g + 8 of a warp's 16. Probabilities are relative to a reference that follows the maximum only
+// when that has grown by more than kSlack: sums are seldom scaled anew, and lose nothing to it.
 struct Softmax {
     static constexpr float kSlack = 8.0f;  // probabilities are at most 2^8
     float reference[2] = {-INFINITY, -INFINITY};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products of a warpgroup (128 threads) on tiles in shared memory: wgmma on Hopper, mma.sync elsewhere, with the same tiles
-// and the same registers.
+// Matrix products of a warpgroup (128 threads) on tiles in shared memory: wgmma on Hopper, mma.sync elsewhere, with the same
+// tiles and the same registers.
 //
-// A tile is 64 rows of dimensions in chunks of 64: 8192 bytes a chunk, 128 a row, whose 16-byte units are exchanged, unit u of row r
-// lying at u ^ r % 8. Tiles start at multiples of 1024 bytes. Of a result, lane 4 g + q of warp w of the group has of rows 16 w + g
-// and 16 w + g + 8, in the last index's halves, columns 8 j + 2 q and 8 j + 2 q + 1.
+// A tile is 64 rows of dimensions in chunks of 64: 8192 bytes a chunk, 128 a row, whose 16-byte units are exchanged, unit u of
+// row r lying at u ^ r % 8. Tiles start at multiples of 1024 bytes. Of a result, lane 4 g + q of warp w of the group has of rows
+// 16 w + g and 16 w + g + 8, in the last index's halves, columns 8 j + 2 q and 8 j + 2 q + 1.
 #pragma once
 
 #include "ptx.cuh"

@@ -73,8 +73,8 @@ struct Decoder {
     __device__ static uint32_t even_bytes(uint32_t x) { return (x << 4 & 0x07f007f0u) | (x << 8 & 0x80008000u); }
     __device__ static uint32_t odd_bytes(uint32_t x) { return (x >> 4 & 0x07f007f0u) | (x & 0x80008000u); }
 
-    // Where a lane's first unit of the warp's first keys lies in a tile. Neighbouring quads of lanes write their two units in different
-    // orders, so that eight lanes hit all banks.
+    // Where a lane's first unit of the warp's first keys lies in a tile. Neighbouring quads of lanes write their two units in
+    // different orders, so that eight lanes hit all banks.
     __device__ static uint32_t place(int warp, int lane) {
         const int part = lane % kLanes;
         return uint32_t(part / 4 * kChunkBytes + warp * kWarpKeys * kRowBytes) + unit_at(lane / kLanes, part % 4 * 2 + (part / 4 & 1));
@@ -119,7 +119,8 @@ __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& til
         const uint32_t next = n + 1 < end ? index_of(n + 1) : 0;
         if (n >= kStages) await(&memory.empty[stage], uint32_t(n / kStages - 1) & 1);
         const uint32_t to = shared_address(memory.keys[stage]);
-        asm volatile("" : "+r"(place));  // the addresses of all steps, kept across tiles, would cost more registers than there are
+        // the addresses of all steps, kept across tiles, would cost more registers than there are
+        asm volatile("" : "+r"(place));
 #pragma unroll
         for (int batch = 0; batch < kBatches; ++batch) {
             if (batch + 1 < kBatches)

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kGatherThreads = 256, kGateThreads = 256;
 
-// A thread has 16 values of a row, half of a scale's group: 16 bytes of codes and one of scales. A row's loads do not wait for each
-// other, and every thread has its own: the more rows are on their way, the less the distance to the host costs.
+// A thread has 16 values of a row, half of a scale's group: 16 bytes of codes and one of scales. A row's loads do not wait for
+// each other, and every thread has its own: the more rows are on their way, the less the distance to the host costs.
 template <class T>
 __global__ void __launch_bounds__(kGatherThreads) gather(const int64_t* ids, const uint8_t* table, const uint8_t* scales, T* out, int64_t dim,
                                                          int64_t table_rows, int64_t pieces) {

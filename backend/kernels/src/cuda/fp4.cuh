@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weights of E2M1 codes in the order in which the matrix instruction's lanes need them (`cedar.ops.fp4_tiles` packs them).
 //
-// A tile is 16 rows of 128 values, 1024 bytes: 512 of rows 0-7, then 512 of rows 8-15; lane 4 g + q has 16 bytes of row g (of 8), word
-// w of them the values 32 w + 8 q + (0..7). A word's four pairs of neighbours lie scattered over its bits so that a rotation and a mask
-// make bf16 of each (the bits of E2M1 as the low exponent and the high mantissa bit, 2^126 too small, which the scale makes up for).
-// The tile's scales are 16 rows of 4 bytes, one per w: UE8M0 plus 126, so that a byte is the exponent of scale * 2^126 in bf16.
+// A tile is 16 rows of 128 values, 1024 bytes: 512 of rows 0-7, then 512 of rows 8-15; lane 4 g + q has 16 bytes of row g (of 8),
+// word w of them the values 32 w + 8 q + (0..7). A word's four pairs of neighbours lie scattered over its bits so that a rotation
+// and a mask make bf16 of each (the bits of E2M1 as the low exponent and the high mantissa bit, 2^126 too small, which the scale
+// makes up for). The tile's scales are 16 rows of 4 bytes, one per w: UE8M0 plus 126, so that a byte is the exponent of scale *
+// 2^126 in bf16.
 #pragma once
 
 #include "ptx.cuh"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of index keys: products of the matrix instruction with the keys as rows. Of a key, the four lanes of a quad hold a quarter of
-// the dimensions each, straight from memory, which is the order that the queries' fragments in shared memory have too. A block of 8
-// rows of the pool is one aligned run of bytes, and 4 of them are what a warp scores at a time. A score's bits depend on its row and
-// entry alone.
+// Scores of index keys: products of the matrix instruction with the keys as rows. Of a key, the four lanes of a quad hold a
+// quarter of the dimensions each, straight from memory, which is the order that the queries' fragments in shared memory have too.
+// A block of 8 rows of the pool is one aligned run of bytes, and 4 of them are what a warp scores at a time. A score's bits
+// depend on its row and entry alone.
 #pragma once
 
 #include "ptx.cuh"
@@ -68,7 +68,8 @@ __device__ void prepare(const Search& s, int64_t row, int count, ScoreMemory<D, 
     const cedar_mqa_logits_topk_args& a = s.a;
     constexpr int kChunks = D / 8;  // words of codes in a head
     const bool exact = a.type == CEDAR_F32;
-    for (int i = threadIdx.x; i < count * NT * 8 * kChunks; i += kScoreThreads) {  // whole warps: NT * 8 * kChunks is a multiple of 32
+    // whole warps: NT * 8 * kChunks is a multiple of 32
+    for (int i = threadIdx.x; i < count * NT * 8 * kChunks; i += kScoreThreads) {
         const int chunk = i % kChunks, head = i / kChunks % (NT * 8), token = i / kChunks / (NT * 8);
         float x[8] = {};
         if (head < a.heads) load_values(s, ((row + token) * a.heads + head) * D + chunk * 8, x);
@@ -209,8 +210,8 @@ __device__ float score_run(const Fragment& fragment, const uint4 (&query)[NT][D 
     return (upper ? pair1 : pair0) + __shfl_xor_sync(kAllLanes, upper ? pair0 : pair1, 2);
 }
 
-// Rows [row, row + count) of one sequence. Warps take runs in turn; the next run's keys are on their way while one is scored, the first
-// one's while the queries are prepared. All threads of the block.
+// Rows [row, row + count) of one sequence. Warps take runs in turn; the next run's keys are on their way while one is scored, the
+// first one's while the queries are prepared. All threads of the block.
 template <int D, int NT, int G>
 __device__ void score_rows(const Search& s, int64_t row, int count, ScoreMemory<D, NT, G>& memory) {
     const cedar_mqa_logits_topk_args& a = s.a;

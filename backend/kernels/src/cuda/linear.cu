@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // wo_a and mxfp8_linear: few rows with the weight streamed once (stream.cuh, skinny.cuh), many in tiles
-// (tiles.cuh), with the same bits; very many on Hopper, in builds with CEDAR_WIDE_WGMMA, by its own matrix instruction (wide.cuh), whose
-// sums have another order.
+// (tiles.cuh), with the same bits; very many on Hopper, in builds with CEDAR_WIDE_WGMMA, by its own matrix instruction
+// (wide.cuh), whose sums have another order.
 #include "bodies.h"
 #include "moe.cuh"
 #include "stream.cuh"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// mega_mhc in one launch. A cluster of 8 blocks takes a tile of rows, each block a slice of the hidden dimension: the slice of the
-// new streams goes to memory once and stays in shared memory for the products with fn; what a row's slices add up to is exchanged
-// between the blocks. Sums are added in an order that depends on the dimensions alone, so a row's bits do not depend on its tile.
+// mega_mhc in one launch. A cluster of 8 blocks takes a tile of rows, each block a slice of the hidden dimension: the slice of
+// the new streams goes to memory once and stays in shared memory for the products with fn; what a row's slices add up to is
+// exchanged between the blocks. Sums are added in an order that depends on the dimensions alone, so a row's bits do not depend on
+// its tile.
 #include <cooperative_groups.h>
 
 #include "bodies.h"

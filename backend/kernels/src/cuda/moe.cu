@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_fp4: pairs of token and expert are grouped by expert, and each expert's weights are multiplied with its tokens as they come from
-// memory. Launches: plan; first product with swiglu and routing weight; second product; sum over a token's experts. The shared expert
-// is part of both products for few rows, and has its own for many.
+// moe_fp4: pairs of token and expert are grouped by expert, and each expert's weights are multiplied with its tokens as they come
+// from memory. Launches: plan; first product with swiglu and routing weight; second product; sum over a token's experts. The
+// shared expert is part of both products for few rows, and has its own for many.
 //
-// Rows of weights are the rows of the matrix instruction and tokens its columns. A warp has 16 rows over the whole of k, in rising
-// order, so a result's bits depend neither on the other tokens nor on how pairs are divided.
+// Rows of weights are the rows of the matrix instruction and tokens its columns. A warp has 16 rows over the whole of k, in
+// rising order, so a result's bits depend neither on the other tokens nor on how pairs are divided.
 #include <algorithm>
 
 #include "bodies.h"
@@ -77,8 +77,8 @@ struct SharedRows : RowMajor<Weight> {
     __device__ const uint8_t* scales_of(int64_t tile, int half, int lane) const { return this->row_scales(row(tile, half, lane), lane); }
 };
 
-// Block (i, b): tiles [8 i, 8 i + 8), one per warp: for the first shared_blocks b of the shared expert, times 8 NT rows each; then of
-// an expert, times the tokens of block b - shared_blocks of the plan.
+// Block (i, b): tiles [8 i, 8 i + 8), one per warp: for the first shared_blocks b of the shared expert, times 8 NT rows each;
+// then of an expert, times the tokens of block b - shared_blocks of the plan.
 template <int NT, bool kFirst, class Shared>
 __global__ void __launch_bounds__(kProductWarps* kWarp) stream_experts(const ExpertProduct p, const Groups groups, const ExpertProduct shared,
                                                                        const Shared shared_weight, int experts, int rows, int shared_blocks) {

@@ -24,8 +24,8 @@ struct Groups {
     __device__ int pair(int place) const { return pairs != nullptr ? pairs[place] : place; }
 };
 
-// One of the experts' two products. The first (top_k > 0) has rows of w1 and w3 by turns of 8 and reads tokens; the second reads the
-// first one's results, which lie in the order of places.
+// One of the experts' two products. The first (top_k > 0) has rows of w1 and w3 by turns of 8 and reads tokens; the second reads
+// the first one's results, which lie in the order of places.
 struct ExpertProduct {
     const uint8_t* codes;
     const uint8_t* scales;
@@ -48,8 +48,8 @@ __device__ inline float swiglu(float g, float u, float limit) {
     return least * sigmoid(least) * (u > limit ? limit : u < -limit ? -limit : u);
 }
 
-// A warp group's matrix instruction wants k in memory as it is in a step's registers. Where value i of the quarter q of 32 values, which
-// is what a lane's word of codes has, then goes.
+// A warp group's matrix instruction wants k in memory as it is in a step's registers. Where value i of the quarter q of 32
+// values, which is what a lane's word of codes has, then goes.
 __host__ __device__ inline int order_for_groups(int q, int i) { return i / 2 * 8 + q * 2 + i % 2; }
 
 // Has the device Hopper's matrix instruction of warp groups, and the build its products (wgmma.cuh)? (linear.cu)

@@ -45,8 +45,9 @@ constexpr int kWideWarpBytes = 2 * (kFp4Codes + 4 * kFp4Scales);  // of a stage:
 constexpr int kWideStageBytes = 8 * kWideWarpBytes + kGroupTokens * kFp4Depth * int(sizeof(Bf16));
 static_assert(kWideStageBytes % 1024 == 0);
 
-// 256 rows times up to kColumns tokens, a multiple of 8. A warp group has 128 rows: its warp w the tiles w and 4 + w of 16 rows. Tokens
-// lie in two matrices of 64 values of k each. Neighbours of a token's values are ordered as the codes are (order_for_groups).
+// 256 rows times up to kColumns tokens, a multiple of 8. A warp group has 128 rows: its warp w the tiles w and 4 + w of 16 rows.
+// Tokens lie in two matrices of 64 values of k each. Neighbours of a token's values are ordered as the codes are
+// (order_for_groups).
 template <int kColumns, bool kFirst>
 __device__ inline void wide_expert(const ExpertProduct& p, const Groups& groups, const int4& work, int first_tile, unsigned char* memory) {
     const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp, count = work.z;
@@ -92,7 +93,8 @@ __device__ inline void wide_expert(const ExpertProduct& p, const Groups& groups,
     for (int block = 0; block < p.depth; ++block) {
         await_copies<kWideStages - 3>();
         publish_shared();
-        __syncthreads();  // the stage is complete; and the instructions that read the one before the last have ended, for all warps
+        // the stage is complete; and the instructions that read the one before the last have ended, for all warps
+        __syncthreads();
         fetch(block + kWideStages - 2);
         const unsigned char* stage = memory + block % kWideStages * kWideStageBytes;
         const unsigned char* own = stage + kGroupTokens * 256 + warp * kWideWarpBytes;

@@ -6,8 +6,8 @@
 
 namespace cedar::cuda {
 
-// c += a b: a 16 x 16, b 16 x 8, of bf16. Lane 4 g + q holds of a the pairs (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), of b
-// (2q, g), (2q + 8, g), of c (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+// c += a b: a 16 x 16, b 16 x 8, of bf16. Lane 4 g + q holds of a the pairs (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8),
+// of b (2q, g), (2q + 8, g), of c (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
 __device__ inline void multiply_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

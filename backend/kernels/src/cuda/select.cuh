@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block that chooses the k best of many scores exactly, ties to the lowest column, as ascending columns. What it chooses depends on
-// the scores alone, not on the order in which its threads get to them.
+// A block that chooses the k best of many scores exactly, ties to the lowest column, as ascending columns. What it chooses
+// depends on the scores alone, not on the order in which its threads get to them.
 #pragma once
 
 #include "common.cuh"
@@ -29,8 +29,8 @@ struct Selection {
     uint32_t digit, above, inside, filtered;
 };
 
-// A block's dynamic shared memory: the selection, then the bitmap of chosen columns. Functions that are not inlined ask for it here
-// rather than take pointers, of which the compiler would not know that they are to shared memory.
+// A block's dynamic shared memory: the selection, then the bitmap of chosen columns. Functions that are not inlined ask for it
+// here rather than take pointers, of which the compiler would not know that they are to shared memory.
 __device__ inline Selection& selection() {
     extern __shared__ __align__(16) uint32_t shared[];
     return *reinterpret_cast<Selection*>(shared);
@@ -103,8 +103,8 @@ __device__ Cut cut(const Value& value, int count, int wanted, int bits) {
     return {prefix << shift, inside - wanted};
 }
 
-// Sets the bits of the columns of the k best of count keys, ties to the lowest column. At least k of keys(i) are `least` or more, none
-// is more than `most`; columns(i) is the column of i. Not inlined: it is long, and called from several places.
+// Sets the bits of the columns of the k best of count keys, ties to the lowest column. At least k of keys(i) are `least` or more,
+// none is more than `most`; columns(i) is the column of i. Not inlined: it is long, and called from several places.
 template <class Keys, class Columns>
 __device__ __noinline__ void mark(Keys keys, Columns columns, int count, int k, uint32_t least, uint32_t most) {
     Selection& s = selection();
@@ -142,8 +142,8 @@ __device__ __noinline__ void mark(Keys keys, Columns columns, int count, int k, 
     __syncthreads();
 }
 
-// A value that at least k of the warps' values reach: of the lanes' maxima of each warp the one at rank k / warps, and the least of
-// those. Of columns that are spread evenly over the threads, few reach it that are not among the k best by far.
+// A value that at least k of the warps' values reach: of the lanes' maxima of each warp the one at rank k / warps, and the least
+// of those. Of columns that are spread evenly over the threads, few reach it that are not among the k best by far.
 __device__ inline uint32_t sure_bound(uint32_t mine, int k, uint32_t* sums) {
     const int lane = threadIdx.x % kWarp, rank = (k + kSelectWarps - 1) / kSelectWarps - 1;
     int above = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // y[t, n] = x_t . w_n for few tokens t and a weight that is read once: the weight's rows are the rows of the matrix instruction
-// (m16n8k16), tokens its columns, so 8 tokens cost what one costs and nothing is padded to 64. Weights go from memory to registers,
-// 16 bytes of a row per thread and load; tokens lie in shared memory.
+// (m16n8k16), tokens its columns, so 8 tokens cost what one costs and nothing is padded to 64. Weights go from memory to
+// registers, 16 bytes of a row per thread and load; tokens lie in shared memory.
 //
 // A result is the sum of kKWarps partial sums, one per warp of a block that shares k, each over every kKWarps-th block of k in
 // rising order. That order depends on the dimensions alone, so a token's bits do not depend on the other tokens.
@@ -78,9 +78,9 @@ __device__ void stage_tokens(const Bf16* x, int64_t stride, int tokens, int64_t 
 }
 
 // One block: products of RT * 16 * kRowWarps rows from `row` on with up to 8 NT tokens, over k in [first, first + length).
-// Rows at or behind `rows` are computed from the last row and must not be used. staged: 8 NT * (chunk + kTokenPadding) bf16; chunk:
-// values of k staged at a time, a multiple of kKWarps blocks. partials: [kKWarps][rows of the block][8 NT] floats, complete when
-// this returns.
+// Rows at or behind `rows` are computed from the last row and must not be used. staged: 8 NT * (chunk + kTokenPadding) bf16;
+// chunk: values of k staged at a time, a multiple of kKWarps blocks. partials: [kKWarps][rows of the block][8 NT] floats,
+// complete when this returns.
 template <int RT, int NT, class Weight>
 __device__ void skinny_block(const Weight& weight, int64_t row, int64_t rows, const Bf16* x, int64_t x_stride, int tokens, int64_t first,
                              int length, int chunk, Bf16* staged, float* partials) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's matrix instruction of a warp group (128 threads), which runs by itself until it is awaited. Only sm_90a has it; elsewhere
-// these functions must not be reached; CEDAR_WIDE_WGMMA=OFF builds the portable paths alone.
+// Hopper's matrix instruction of a warp group (128 threads), which runs by itself until it is awaited. Only sm_90a has it;
+// elsewhere these functions must not be reached; CEDAR_WIDE_WGMMA=OFF builds the portable paths alone.
 #pragma once
 
 #include "ptx.cuh"
@@ -15,8 +15,8 @@ constexpr bool kWideBuilt = false;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(CEDAR_WIDE_WGMMA)
 
-// A matrix in shared memory, rows of 64 bf16 of k (128 bytes) whose 16-byte chunks are swizzled by chunk ^ row % 8; 8 rows are 1024
-// bytes, and so is the alignment. 16 values of k further are 32 bytes.
+// A matrix in shared memory, rows of 64 bf16 of k (128 bytes) whose 16-byte chunks are swizzled by chunk ^ row % 8; 8 rows are
+// 1024 bytes, and so is the alignment. 16 values of k further are 32 bytes.
 __device__ inline uint64_t matrix_of(const void* shared) {
     const uint64_t address = uint64_t(__cvta_generic_to_shared(shared)) >> 4 & 0x3fff;
     return address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
@@ -33,7 +33,8 @@ __device__ inline void await_groups() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
 }
 
-// The compiler sees no connection between a wait and the registers that it is for. Behind a wait: results are read after this place,
+// The compiler sees no connection between a wait and the registers that it is for. Behind a wait: results are read after
+// this place,
 template <int N>
 __device__ inline void settle(float (&c)[N]) {
 #pragma unroll

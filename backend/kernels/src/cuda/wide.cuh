@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of very many tokens on Hopper: a block has 256 rows of the weight and 128 tokens, each of its two warp groups 128 of the
-// rows. Weights of E4M3 are widened in registers, from where the matrix instruction takes them; bf16 weights it reads from shared
-// memory. k is walked in rising order.
+// Products of very many tokens on Hopper: a block has 256 rows of the weight and 128 tokens, each of its two warp groups 128 of
+// the rows. Weights of E4M3 are widened in registers, from where the matrix instruction takes them; bf16 weights it reads from
+// shared memory. k is walked in rising order.
 #pragma once
 
 #include <type_traits>
@@ -28,8 +28,8 @@ constexpr size_t wide_shared_bytes() {
     return size_t(WideStage<Weight>::kCount) * WideStage<Weight>::kBytes + 1024;  // to begin at a multiple of 1024
 }
 
-// c[m]: rows 128 group + 64 m + ... of the block times its tokens. codes_of(row), token_of(t): where their k begins, for any row below
-// 256 and token below 128. scales: of the row 128 group + 64 m + 16 (warp % 4) in the first 32 values of k; E4M3 only.
+// c[m]: rows 128 group + 64 m + ... of the block times its tokens. codes_of(row), token_of(t): where their k begins, for any row
+// below 256 and token below 128. scales: of the row 128 group + 64 m + 16 (warp % 4) in the first 32 values of k; E4M3 only.
 template <class Weight, class CodesOf, class TokenOf>
 __device__ inline void wide_product(const CodesOf& codes_of, const TokenOf& token_of, const uint8_t* const (&scales)[2], int depth,
                                     unsigned char* memory, float (&c)[2][64]) {
@@ -78,7 +78,8 @@ __device__ inline void wide_product(const CodesOf& codes_of, const TokenOf& toke
     const auto multiply_block = [&](int block, auto last) __attribute__((always_inline)) {
         await_copies<kStages - 3>();
         publish_shared();
-        __syncthreads();  // the stage is complete; and the instructions that read the one before the last have ended, for all warps
+        // the stage is complete; and the instructions that read the one before the last have ended, for all warps
+        __syncthreads();
         fetch(block + kStages - 2);
         const unsigned char* stage = memory + block % kStages * Stage::kBytes;
         uint32_t scale[2][2];
@@ -119,8 +120,8 @@ __device__ inline void wide_product(const CodesOf& codes_of, const TokenOf& toke
         }
     };
     for (int block = 0; block < depth - 1; ++block) multiply_block(block, std::false_type());
-    // The last wait stands right behind the instructions it is for: ptxas moves what reads c ahead of a wait that is in another block
-    // of code than they are, as it is behind the loop.
+    // The last wait stands right behind the instructions it is for: ptxas moves what reads c ahead of a wait that is in another
+    // block of code than they are, as it is behind the loop.
     multiply_block(depth - 1, std::true_type());
     settle(c[0]), settle(c[1]);
 }
