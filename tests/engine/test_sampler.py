@@ -94,22 +94,23 @@ def test_batched_sampling_is_the_obvious_sampling(rows: list[tuple[SamplingParam
         assert torch.equal(logits, untouched)
         for i, (params, _, prompt) in enumerate(rows):
             banned = {1, 2} if step < params.min_tokens else set()
-            odds = reference_distribution(logits[i].tolist(), params, prompt, outputs[i], banned)
             sample = samples[i]
             assert sample is not None
-            assert sample.token_id in odds
-            if not params.greedy:
-                _assert_is_draw(sample.token_id, odds, float(uniforms[i].random()))
+            uniform = 0.0 if params.greedy else float(uniforms[i].random())
+            # a mass that reaches top_p but for float32's rounding may end one token earlier or later
+            cuts = [params.model_copy(update={"top_p": min(1.0, params.top_p * factor)}) for factor in (1.0, 1 - 1e-5, 1 + 1e-5)]
+            odds = [reference_distribution(logits[i].tolist(), cut, prompt, outputs[i], banned) for cut in cuts]
+            assert any(_is_draw(sample.token_id, each, uniform) for each in odds), (sample.token_id, uniform, odds)
             outputs[i].append(sample.token_id)
 
 
-def _assert_is_draw(token_id: int, odds: dict[int, float], uniform: float) -> None:
+def _is_draw(token_id: int, odds: dict[int, float], uniform: float) -> bool:
     low = 0.0
     for candidate, probability in odds.items():
         if candidate == token_id:
-            assert low - 1e-6 <= uniform <= low + probability + 1e-6
-            return
+            return low - 1e-6 <= uniform <= low + probability + 1e-6
         low += probability
+    return False
 
 
 def test_tokens_do_not_depend_on_batch_mates() -> None:
