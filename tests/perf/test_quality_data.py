@@ -13,6 +13,7 @@ import pytest
 from perf.quality import data
 from perf.quality.corpus import held_out
 from perf.quality.data import ANSWER, CONTEXT, MIXTURES, Source, draw_for
+from perf.quality.items import LEAST_TOKENS, Sets
 from perf.quality.prepare import main as prepare
 from perf.quality.tasks import TASKS, Draw, Item, arithmetic, chain, conversation, program, recall, recall_at, tool_call
 
@@ -61,6 +62,12 @@ def test_the_evaluation_asks_only_for_answers_that_training_ruled_out(source: So
     pairs = {line for line in told if re.fullmatch(r"\w+ lives in \w+\.", line)}
     assert len(pairs) > 50
     assert sum(map(training.mine, pairs)) > 0.9 * len(pairs)
+
+
+def test_a_long_prompt_is_shorter_than_its_window(directory: Path, source: Source) -> None:
+    """Notes of any length come before an item; where they are short, replay has nothing to change."""
+    sets = Sets(directory, source.corpus, seed=0)
+    assert min(len(question.prompt) for question in sets.long(range(4))) >= LEAST_TOKENS
 
 
 def test_held_out_text_is_filler_or_text_of_the_training(source: Source) -> None:

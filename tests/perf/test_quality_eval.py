@@ -21,6 +21,7 @@ from perf.quality.windows import Windows
 from cedar.config.presets import preset
 from cedar.engine.request import DecoderReplay, EncoderReplay
 from cedar.engine.work import StepResult, StepWork
+from cedar.errors import CedarError
 from cedar.model.make import make_checkpoint
 
 
@@ -106,6 +107,15 @@ def test_sequences_wait_for_memory_in_a_mode(server: Server, questions: list[Que
             patch.setattr(server.runner, "step", counted)
             server.answer(questions, cell)
         assert most == 4, cell.name
+
+
+def test_a_lost_prefix_is_a_hit(server: Server) -> None:
+    """A prompt whose cached prefix was evicted would be measured as the cold prompt that it then is."""
+    question, cell = Question("noise", tuple(range(11, 311)), (5, 1)), CELLS[1]
+    hit = server._hit(len(question.prompt), cell.hit)
+    server._check_hits([(question, cell)], [Answer(cached_tokens=hit)])
+    with pytest.raises(CedarError, match=f"both: 0 tokens of a prompt were cached instead of {hit}"):
+        server._check_hits([(question, cell)], [Answer(cached_tokens=0)])
 
 
 def test_fp8_records_are_fp4_records(server: Server, questions: list[Question]) -> None:

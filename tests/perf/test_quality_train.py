@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from perf.quality import settings
+from perf.quality import parts, settings
 from perf.quality.data import Rows, Source
 from perf.quality.optim import orthogonalised
 from perf.quality.prepare import main as prepare
@@ -129,3 +129,14 @@ def test_orthogonalised_matrices_keep_their_singular_values() -> None:
         values = torch.linalg.svdvals(orthogonalised(torch.randn(shape, generator=random)))
         assert values.min() > 0.3
         assert values.max() < 1.3
+
+
+def test_rows_that_attend_to_no_entry_teach_the_indexer() -> None:
+    """A row counts by its attention to entries: one with a thousandth of another's changes the loss by about as much."""
+    scores = torch.tensor([[[4.0, 0.0, 0.0], [0.0, 0.0, 4.0]]])
+    much, little = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1e-3, 0.0, 0.0])
+    right = parts.index_loss(scores[:, :1], much[None, None])
+    both = parts.index_loss(scores, torch.stack([much, little])[None])
+    wrong = parts.index_loss(scores[:, 1:], little[None, None])
+    assert wrong > right + 3
+    torch.testing.assert_close(both, (right + 1e-3 * wrong) / (1 + 1e-3))

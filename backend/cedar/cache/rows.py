@@ -224,6 +224,7 @@ class _Builder:
         self.seen, self.in_window = window_positions(self.position, self.window_floor[self.segment_of], geometry.window)
 
     def plan(self, tables: Mapping[int, BlockTable], cut_index: Int64Array | None) -> RowPlan:
+        """Where these rows read and write, by ratio. cut_index: the cut layer's window if it reads another than the rings."""
         window, index = self._window()
         entries = {ratio: self._entry_plan(ratio, table) for ratio, table in tables.items()}
         view = WindowView(self._tensor(index))

@@ -281,6 +281,7 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
     written = [place for place, tensor in enumerate(operation.tensors) if tensor.written and tensor.dims]  # without pools
 
     def on_cpu(*arguments: Any) -> None:
+        """Call with the thread's own workspace, which grows when it is too small; keep the call where one records."""
         args = build(*arguments, _CPU, 0, _threads[0], _scratch.size, _scratch.pointer)
         status = run(byref(args), None)
         if status == _WORKSPACE:
@@ -293,6 +294,7 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
             _active.recording.add(run, workspace, args, arguments, results)
 
     def on_cuda(*arguments: Any) -> None:
+        """Call on the current stream of the device of the first tensor, with the workspace of that stream."""
         home = arguments[first].device
         stream = torch.cuda.current_stream(home)
         args = build(*arguments, home, 1, 1, 0, None)
