@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cedar.model.linear import Linear, load_dense
+from cedar.model.linear import Linear, load_dense, load_wide
 from cedar.model.norm import RMSNorm
 from cedar.model.quantize import dequantize_fp8_tiles, quantize_fp8_tiles
 from cedar.ops.norm import rms_norm
@@ -28,6 +28,27 @@ def test_an_fp8_linear_multiplies_by_the_dequantised_weight(dtype: torch.dtype) 
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert torch.equal(linear.weight.float(), weight)
     assert torch.equal(linear(x), torch.nn.functional.linear(x, weight.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [96, 40])
+def test_codes_that_are_kept_multiply_otherwise(dtype: torch.dtype, rows: int) -> None:
+    _, tensors = stored(rows, 64)
+    kept, plain = (Linear(64, rows, dtype, fp8=True, weight_dtype=weight) for weight in (torch.float8_e4m3fn, None))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for linear in (kept, plain):
+        linear.load(tensors.__getitem__, "w")
+    assert kept.weight.dtype is torch.float8_e4m3fn
+    assert torch.equal(kept(x), plain(x))
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+def test_a_float32_weight_is_narrowed(held: torch.dtype) -> None:
+    parts = {name: torch.randn(5, 8, generator=torch.Generator().manual_seed(3)).to(held) for name in "ab"}
+    loaded = load_wide(parts.__getitem__, ["a", "b"], nn.Parameter(torch.empty(10, 8, dtype=torch.bfloat16), requires_grad=False))
+    assert loaded.dtype is held
+    assert torch.equal(loaded, torch.cat([parts["a"], parts["b"]]))
+    assert load_wide(parts.__getitem__, ["a"], nn.Parameter(torch.empty(5, 8))).dtype is torch.float32
 
 
 def test_activation_quantisation_rounds_the_input_of_fp8_linears_alone() -> None:

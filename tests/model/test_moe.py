@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cedar.model.checkpoint import CheckpointReader
+from cedar.model.embedded import embedded_model_dir
 from cedar.model.moe import Gate, MoE
 from cedar.ops.moe import swiglu
 from cedar.ops.quant import fq8
@@ -120,3 +121,19 @@ def test_swiglu_clamps_the_gate_above_and_the_value_on_both_sides() -> None:
     hidden = torch.tensor([[-50.0, 50.0, 1.0, 1.0, 9.0, 9.0, -9.0, 9.0]])
     silu = torch.nn.functional.silu(torch.tensor([-50.0, 2.0, 1.0, 1.0]))
     torch.testing.assert_close(swiglu(hidden, 2.0), (silu * torch.tensor([2.0, 2.0, -2.0, 2.0]))[None])
+
+
+@pytest.mark.parametrize("act_quant", [False, True])
+def test_weights_that_stay_packed_give_other_results(act_quant: bool) -> None:
+    """The embedded model's experts do not fill a tile: 96 columns of 128."""
+    reader = CheckpointReader(embedded_model_dir())
+    packed, plain = (
+        MoE(reader.config, torch.bfloat16, act_quant=act_quant, weight_dtype=weight_dtype)
+        for weight_dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    )
+    assert packed.w13.shape[1] > plain.w13.shape[1]
+    for module in (packed, plain):
+        module.load(reader.read, "layers.3.ffn")
+    x = torch.randn(21, reader.config.hidden_size, generator=torch.Generator().manual_seed(4)).bfloat16()
+    assert torch.equal(packed(x), plain(x))
+    assert packed.w13.nbytes + packed.w2.nbytes < 0.4 * (plain.w13.nbytes + plain.w2.nbytes)

@@ -57,6 +57,16 @@ def test_a_row_depends_on_its_batch_or_on_the_threads(dtype: torch.dtype, thread
         native.set_threads(1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wide_result_is_rounded(dtype: torch.dtype) -> None:
+    g = seeded(2)
+    x, weight = torch.randn(7, 64, generator=g).to(dtype), torch.randn(33, 64, generator=g).to(torch.bfloat16)
+    wide = [run(x, weight, False, None, None, True) for run in (mxfp8_linear, lambda *a: run_native(mxfp8_linear, *a))]
+    assert {one.dtype for one in wide} == {torch.float32}
+    for one in wide:
+        assert_close(one, x.double() @ weight.double().T, 1e-6)
+
+
 def test_a_nan_spreads_to_other_rows() -> None:
     x, weight = torch.randn(9, 64), torch.randn(40, 64)
 

@@ -28,6 +28,7 @@ from cedar.model.embedded import embedded_model_dir
 from cedar.model.engram import EngramHasher, TokenMap
 from cedar.model.transformer import Boundary, Transformer
 from cedar.ops.abi import OPERATIONS
+from cedar.ops.fp4_tiles import TILE_DEPTH
 from cedar.ops.provider import REFERENCE, Choice, choose, using
 
 Progress = Callable[[int, int, str], None]
@@ -87,11 +88,12 @@ class ModelRunner:
         threads.use()
         hasher = EngramHasher(config, TokenMap(_tokenizer(directory)))
         with device:
-            # the library reads the narrower weights as they are; PyTorch would convert them in every product
-            narrow = dtype is torch.bfloat16 if device.type == "cuda" else ops.native_ops == set(OPERATIONS)
-            weight_dtype = torch.bfloat16 if narrow else None
             model = Transformer(
-                config, dtype, act_quant=settings.act_quant, fake_quant=settings.fake_quant, weight_dtype=weight_dtype
+                config,
+                dtype,
+                act_quant=settings.act_quant,
+                fake_quant=settings.fake_quant,
+                weight_dtype=_weight_dtype(config, device, dtype, ops.native_ops),
             )
         load_weights(model, directory, progress)
         model.eval()
@@ -301,6 +303,19 @@ class ModelRunner:
 
 def _chunk(seq: ModelSequence, token_ids: Sequence[int], tasks: Sequence[SnapshotTask]) -> Chunk:
     return Chunk(seq, token_ids, tuple((task.position, task.slot) for task in tasks if task.seq is seq))
+
+
+def _weight_dtype(config: ModelConfig, device: torch.device, dtype: torch.dtype, native_ops: set[str]) -> torch.dtype | None:
+    """How weights that the checkpoint quantises are kept: None means in the compute dtype, float8_e4m3fn as they are.
+
+    The library reads narrower weights as they are; PyTorch would convert them in every product. A GPU's bodies are of bfloat16.
+    """
+    if device.type == "cpu":
+        return torch.bfloat16 if native_ops == set(OPERATIONS) else None
+    if dtype is not torch.bfloat16:
+        return None
+    reads = {"mxfp8_linear", "wo_a", "moe_fp4"} <= native_ops and config.hidden_size % TILE_DEPTH == 0
+    return torch.float8_e4m3fn if reads else torch.bfloat16
 
 
 def _own(seq: SequenceMemory) -> ModelSequence:

@@ -51,7 +51,7 @@ class Attention(nn.Module):
         low_rank = config.o_groups * config.o_lora_rank
         self.wo_a = Linear(heads * dim // config.o_groups, low_rank, dtype, fp8=True, weight_dtype=weight_dtype)
         self.wo_b = Linear(low_rank, hidden, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
-        self.compressor = Compressor(config, spec.ratio, dtype) if spec.owns_kv else None
+        self.compressor = Compressor(config, spec.ratio, dtype, narrow=weight_dtype is not None) if spec.owns_kv else None
         self.indexer = None
         if spec.owns_index:
             self.indexer = Indexer(config, spec, dtype, act_quant=act_quant, fake_quant=fake_quant, weight_dtype=weight_dtype)
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         if selection is not None and self.spec.kv_source is not None:
             keys.append(RecordView(state.cache.kv(self.spec.kv_source), selection.slots))
         out = mega_attention(query, *rotation, self.attn_sink, keys, self.scale, TILE_ELEMENTS)
-        hidden: Tensor = self.wo_b(wo_a(out, self.wo_a.weight, self.groups))
+        hidden: Tensor = self.wo_b(wo_a(out, self.wo_a.weight, self.groups, self.wo_a.scale))
         return hidden
 
     def load(self, read: Reader, prefix: str) -> None:

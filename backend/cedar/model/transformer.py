@@ -12,7 +12,7 @@ from cedar.cache.rows import RowPlan
 from cedar.cache.store import KVCache
 from cedar.config.model import ModelConfig
 from cedar.model.block import Block
-from cedar.model.linear import Reader
+from cedar.model.linear import Reader, load_wide
 from cedar.model.mhc import Residual
 from cedar.model.norm import RMSNorm
 from cedar.model.rope import RopeTable
@@ -72,7 +72,8 @@ class Transformer(nn.Module):
             for spec in config.layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+        head_dtype = torch.float32 if weight_dtype is None else torch.bfloat16
+        self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=head_dtype), requires_grad=False)
         self.work = LayerWork([0] * len(self.layers))
         self._rope = tuple(RopeTable(config, compressed, self.head.device) for compressed in (False, True))
 
@@ -114,7 +115,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, D] -> float32 [n, vocab]; a float32 product in every compute dtype."""
-        return mxfp8_linear(hidden, self.head)
+        return mxfp8_linear(hidden, self.head, wide=True)
 
     def _launch(self, layer: nn.Module, residual: Residual, state: PassState, window: WindowKeys | None = None) -> Residual:
         assert isinstance(layer, Block)
@@ -134,4 +135,4 @@ class Transformer(nn.Module):
             assert isinstance(layer, Block)
             layer.load(read, f"{prefix}layers.{index}")
         self.norm.load(read, f"{prefix}norm")
-        self.head.copy_(read(f"{prefix}head.weight"))
+        self.head = load_wide(read, [f"{prefix}head.weight"], self.head)

@@ -11,6 +11,7 @@ from torch import Tensor
 from cedar.cache.records import RecordView
 from cedar.ops.native import record_code
 from cedar.ops.provider import FusedOp
+from cedar.ops.quant import tile_values
 from cedar.ops.rope import rotate
 
 
@@ -74,20 +75,20 @@ def _attend(query: Tensor, keys: Tensor, sink: Tensor, bias: Tensor, scale: floa
 
 
 @FusedOp
-def wo_a(out: Tensor, weight: Tensor, groups: int) -> Tensor:
+def wo_a(out: Tensor, weight: Tensor, groups: int, scale: Tensor | None = None) -> Tensor:
     """The first, block-diagonal half of the output projection: each group of heads has its own low-rank matrix.
 
-    out: [T, H, d]. weight: [groups * rank, H / groups * d], bfloat16 or compute dtype. Returns [T, groups * rank], group after
-    group.
+    out: [T, H, d]. weight: [groups * rank, H / groups * d], bfloat16, compute dtype, or E4M3 with ``scale`` (`tile_values`).
+    Returns [T, groups * rank], group after group.
     """
     heads = out.reshape(out.shape[0], groups, -1).transpose(0, 1)
-    low_rank = torch.bmm(heads, weight.to(out.dtype).view(groups, -1, weight.shape[1]).transpose(1, 2))
+    low_rank = torch.bmm(heads, tile_values(weight, scale, out.dtype).view(groups, -1, weight.shape[1]).transpose(1, 2))
     return low_rank.transpose(0, 1).flatten(1)
 
 
 @wo_a.native
-def _(out: Tensor, weight: Tensor, groups: int) -> Tensor:
+def _(out: Tensor, weight: Tensor, groups: int, scale: Tensor | None = None) -> Tensor:
     rank = weight.shape[0] // groups
     low_rank = out.new_empty(out.shape[0], weight.shape[0])
-    torch.ops.cedar.wo_a.default(out, weight, None, low_rank, groups, weight.shape[1], rank)
+    torch.ops.cedar.wo_a.default(out, weight, scale, low_rank, groups, weight.shape[1], rank)
     return low_rank

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cedar.cache.formats import e8m0_decode
 from cedar.ops.fp4_tiles import unpack_tiles
 from cedar.ops.provider import FusedOp
-from cedar.ops.quant import fq8
+from cedar.ops.quant import fq8, tile_values
 
 
 @FusedOp
@@ -86,7 +85,7 @@ def moe_fp4(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor
     expert, which has no gate and no scale, is added, and the sum rounded once.
     """
     source = fq8(x) if experts.act_quant else x
-    hidden = torch.nn.functional.linear(source, _dense(experts.shared_w13, experts.shared_w13_scale, x.dtype))
+    hidden = torch.nn.functional.linear(source, tile_values(experts.shared_w13, experts.shared_w13_scale, x.dtype))
     shared = _product(swiglu(hidden, experts.limit).to(x.dtype), experts)
     return _routed(source, ids, weights, experts).add_(shared).to(x.dtype)
 
@@ -108,15 +107,8 @@ def swiglu(hidden: Tensor, limit: float) -> Tensor:
 
 
 def _product(inner: Tensor, experts: Experts) -> Tensor:
-    weight = _dense(experts.shared_w2, experts.shared_w2_scale, inner.dtype)
+    weight = tile_values(experts.shared_w2, experts.shared_w2_scale, inner.dtype)
     return torch.nn.functional.linear(fq8(inner) if experts.act_quant else inner, weight)
-
-
-def _dense(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if scale is None:
-        return weight.to(dtype)
-    spread = e8m0_decode(scale).repeat_interleave(32, 0)[: weight.shape[0]].repeat_interleave(32, 1)[:, : weight.shape[1]]
-    return weight.float().mul_(spread).to(dtype)
 
 
 def _routed(source: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake quantisers of activations, in the number formats of `cedar.cache.formats`.
+"""Fake quantisers of activations, and the values of FP8 weights, in the number formats of `cedar.cache.formats`.
 
-They work on contiguous groups of the last dimension and return what decoding the packed form gives, in the input's dtype.
+The quantisers work on contiguous groups of the last dimension and return what decoding the packed form gives, in the input's
+dtype.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cedar.cache.formats import E2M1_MAX, E4M3_MAX, FP8_AMAX_MIN, MX_GROUP, MXFP4_AMAX_MIN, groups_of, mx_scale
+from cedar.cache.formats import E2M1_MAX, E4M3_MAX, FP8_AMAX_MIN, MX_GROUP, MXFP4_AMAX_MIN, e8m0_decode, groups_of, mx_scale
 
 _EXPONENT = 0x7F800000
 _E2M1_ROUNDER = 1.5 * 2.0**23 * 0.5
@@ -29,6 +30,14 @@ def fq4x(x: Tensor) -> Tensor:
     groups = groups_of(x, MX_GROUP)
     scale = mx_scale(groups, E2M1_MAX, MXFP4_AMAX_MIN)
     return _round_e2m1(groups / scale).mul_(scale).view(x.shape).to(x.dtype)
+
+
+def tile_values(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A weight [N, K] as an operation gets it, in ``dtype``; with scale (uint8 UE8M0 [ceil(N/32), ceil(K/32)]) E4M3 codes."""
+    if scale is None:
+        return weight.to(dtype)
+    spread = e8m0_decode(scale).repeat_interleave(MX_GROUP, 0)[: weight.shape[0]]
+    return weight.float().mul_(spread.repeat_interleave(MX_GROUP, 1)[:, : weight.shape[1]]).to(dtype)
 
 
 def _round_e2m1(y: Tensor) -> Tensor:
