@@ -9,10 +9,12 @@ its pipe and nothing else.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,7 +41,8 @@ ENDING_SECONDS = 5.0
 @dataclass(frozen=True)
 class Plan:
     """What every worker is told. data: held-out text (`Corpus.load`). block: items of each task in a block; the last may have
-    fewer. base: how all cells are served that do not say otherwise."""
+    fewer. base: how all cells are served that do not say otherwise. gpus: that the workers take turns on, as
+    CUDA_VISIBLE_DEVICES names them; none: whatever a process sees."""
 
     base: Serving
     cells: tuple[Cell, ...]
@@ -49,6 +52,7 @@ class Plan:
     block: int
     texts: int
     workers: int
+    gpus: tuple[str, ...] = ()
 
     @property
     def jobs(self) -> list[int]:
@@ -109,7 +113,8 @@ class Worker:
         self._servers: dict[Serving, Server] = {}
         if plan.base.device != "cpu" and torch.cuda.is_available():
             total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(0.97 * (1 / plan.workers - CONTEXT_BYTES / total))
+            neighbours = -(-plan.workers // max(1, len(plan.gpus)))
+            torch.cuda.set_per_process_memory_fraction(0.97 * (1 / neighbours - CONTEXT_BYTES / total))
         self._server(plan.base)
 
     @property
@@ -205,8 +210,9 @@ class Crew:
     def run(self, target: Callable[[Plan, Connection], None] = work) -> Outcome:
         """Until all jobs are done, or the time is over, or no worker is left."""
         try:
-            for _ in range(min(self._plan.workers, len(self._jobs))):
-                self._start(target)
+            for number in range(min(self._plan.workers, len(self._jobs))):
+                with _seeing(self._plan.gpus, number):
+                    self._start(target)
             while self._hands and (left := self._seconds - self._clock()) > 0:
                 for connection in wait(list(self._hands), timeout=left):
                     assert isinstance(connection, Connection)
@@ -266,6 +272,21 @@ class Crew:
         del self._hands[hand.connection]
         _end([hand.process], ENDING_SECONDS)
         hand.connection.close()
+
+
+@contextmanager
+def _seeing(gpus: Sequence[str], number: int) -> Iterator[None]:
+    """What is started in the block sees one GPU, in turns."""
+    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ[name] = gpus[number % len(gpus)]
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif gpus:
+            del os.environ[name]
 
 
 def _end(processes: Sequence[BaseProcess], patience: float = 0.0) -> None:

@@ -130,6 +130,7 @@ def main(
         block=min(block, items),
         texts=texts,
         workers=0,
+        gpus=_gpus() if on == "cuda" else (),
     )
     blocks = -(-items // plan.block)
     done = _resumed(plan, resume) if resume else Outcome()
@@ -155,6 +156,12 @@ def _device(name: str) -> str:
     if name not in ("auto", "cpu", "cuda"):
         raise invalid("--device", f"is {name!r}", "auto | cpu | cuda")
     return name if name != "auto" else "cuda" if torch.cuda.device_count() else "cpu"
+
+
+def _gpus() -> tuple[str, ...]:
+    """All that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(named.split(",")) if named else tuple(map(str, range(torch.cuda.device_count())))
 
 
 def _serving(model: Path, device: str, dtype: str, ops: str, block: int, sequences: int, chunk: int) -> Serving:
@@ -248,6 +255,7 @@ def _result(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "seed": plan.seed,
         "comparisons": comparisons,
         "device": outcome.device,
+        "gpus": len(plan.gpus),
         "dtype": plan.base.dtype,
         "ops": plan.base.ops,
         "workers": plan.workers,

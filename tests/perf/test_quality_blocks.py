@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_an_item_depends_on_its_block(model: Path) -> None:
         for place, question in enumerate(together):
             assert question == apart[place % 3][place // 3]
         assert len(set(together)) == len(together)
+
+
+def tell_where(plan: Plan, connection: Connection) -> None:
+    """A worker that only says what it sees."""
+    connection.send(("failed", os.environ["CUDA_VISIBLE_DEVICES"]))
+
+
+def test_all_workers_crowd_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    plan = replace(plan_of(Path("none"), items=4, workers=3), gpus=("3", "5"))
+    outcome = Crew(plan, 60, lambda: 0.0).run(tell_where)
+    assert sorted(outcome.lost) == ["3", "3", "5"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
 
 
 def work_or_die(plan: Plan, connection: Connection) -> None:
