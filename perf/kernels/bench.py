@@ -62,6 +62,17 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
+def _summary(times: list[float], calls: int) -> dict[str, float]:
+    times = sorted(times)
+    return {
+        "us": statistics.median(times),
+        "p10_us": times[len(times) // 10],
+        "p90_us": times[len(times) * 9 // 10],
+        "replays": len(times),
+        "calls": calls,
+    }
+
+
 def measure(call: Callable[[int], object], sets: int, seconds: float, evict: Callable[[], None] | None) -> dict[str, float]:
     """Times of one call in microseconds. evict: run between replays where the sets together would stay in L2."""
     stream = _stream()
@@ -82,20 +93,28 @@ def measure(call: Callable[[int], object], sets: int, seconds: float, evict: Cal
             call(number)
     for _ in range(2):
         graph.replay()
-    times = sorted(x / calls for x in replays(graph, seconds, evict))
-    return {
-        "us": statistics.median(times),
-        "p10_us": times[len(times) // 10],
-        "p90_us": times[len(times) * 9 // 10],
-        "replays": len(times),
-        "calls": calls,
-    }
+    return _summary([x / calls for x in replays(graph, seconds, evict)], calls)
+
+
+def measure_on_host(call: Callable[[int], object], seconds: float) -> dict[str, float]:
+    """Times of one call, from its beginning until the GPU is done, in microseconds: at least 10 of them and at most 300."""
+    times: list[float] = []
+    stop = time.monotonic() + seconds
+    for number in range(300):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call(number)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e6)
+        if number >= 12 and time.monotonic() > stop:
+            break
+    return _summary(times[3:], 1)
 
 
 def ceilings(seconds: float) -> dict[str, float]:
     """What this GPU reaches: bytes/s of a copy (read and written), flop/s of products of 8192^3 in the settled state."""
-    size = 1 << 30
-    one, other = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    size = 1 << 28
+    one, other = (torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(2))
     copied = measure(lambda _: torch.bitwise_not(one, out=other), 1, seconds, None)["us"]
     found = {"bytes": 2 * size / copied * 1e6}
     n, flops = 8192, 2 * 8192.0**3
@@ -119,8 +138,11 @@ def run_case(case: Case, seconds: float, evict: Evictor, ceiling: dict[str, floa
         with torch.inference_mode():
             if case.check is not None:
                 row["relative_error"] = case.check()
-            small = case.floor_bytes * case.sets < EVICTING_BYTES
-            row |= measure(case.build(), case.sets, seconds, evict if small else None)
+            if case.host_timed:
+                row |= measure_on_host(case.build(), seconds)
+            else:
+                small = case.floor_bytes * case.sets < EVICTING_BYTES
+                row |= measure(case.build(), case.sets, seconds, evict if small else None)
         row |= {"floor_percent": 100 * floor / row["us"], "tb_per_s": case.floor_bytes / row["us"] / 1e6}
         row["tflop_per_s"] = case.floor_flops / row["us"] / 1e6
     except Unavailable as error:
@@ -197,7 +219,8 @@ def collect(options: argparse.Namespace) -> list[Case]:
     tokens = [int(x) for x in options.tokens.split(",")] if options.tokens else None
     for name in ("cases", "cases_attention", "cases_peers"):
         module = importlib.import_module(f"perf.kernels.{name}")
-        found += module.cases(tokens, options.compiled, options.host_gib) if name == "cases" else module.cases(tokens)
+        more = {"cases": (options.compiled, options.host_gib), "cases_peers": (options.host_gib,)}.get(name, ())
+        found += module.cases(tokens, *more)
     if options.ops:
         wanted = options.ops.split(",")
         found = [case for case in found if case.op in wanted]

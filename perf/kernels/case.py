@@ -26,6 +26,7 @@ class Case:
     current stream, without synchronising, so that it can be captured in a CUDA graph. It raises `Unavailable` where this machine
     lacks the provider, and whatever else is an error of the row. The inputs live as long as ``call`` does.
     floor_bytes: the fewest bytes that a call moves through the device's memory. floor_flops: its operations on units of ``peak``.
+    host_timed: ``call`` works on the host too, so that a graph would leave that out: the host's clock times it, copies included.
     check: the largest relative error against the reference, computed once, outside of the timing; optional.
     """
 
@@ -38,6 +39,7 @@ class Case:
     peak: Peak = "bf16"
     sets: int = 1
     note: str = ""
+    host_timed: bool = False
     check: Callable[[], float] | None = field(default=None, compare=False)
 
     @property

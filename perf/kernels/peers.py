@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public Hopper kernels by import name, where the machine has them: DeepGEMM, and parts of tokenspeed-kernel.
+"""Public Hopper kernels by import name, where the machine has them: DeepGEMM, FlashMLA, Humming, and parts of tokenspeed-kernel.
 
-DeepGEMM compiles as it runs and needs nvcc. Of tokenspeed-kernel only single modules are taken, over the installed Triton:
-the package as a whole asks for a newer PyTorch.
+DeepGEMM and Humming compile as they run and need nvcc; `check_peers` does that beforehand, in parallel. Of tokenspeed-kernel only
+single modules are taken, over the installed Triton: the package as a whole asks for a newer PyTorch.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
 import types
 from pathlib import Path
@@ -20,12 +22,33 @@ _PARTS = ("ops", "ops.residual", "ops.activation", "ops.moe", "ops.moe.marlin", 
 _CUDA_PARTS = ("thirdparty", "thirdparty.cuda")
 
 
-def deep_gemm() -> Any:
-    """The module. Raises `Unavailable`."""
+def _module(name: str) -> Any:
     try:
-        return importlib.import_module("deep_gemm")
-    except (ImportError, OSError) as error:
-        raise Unavailable(f"deep_gemm: {error}") from error
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Unavailable(f"{name}: {error}") from error
+
+
+def deep_gemm() -> Any:
+    """The module (distribution tokenspeed-deepgemm 2.5). Raises `Unavailable`."""
+    return _module("deep_gemm")
+
+
+def flash_mla() -> tuple[Any, dict[str, bool]]:
+    """The module (distribution tokenspeed-flashmla, or sgl-flash-mla) and what its Hopper kernels are to be called with besides.
+
+    Raises `Unavailable`.
+    """
+    module = _module("flash_mla")
+    legacy = "use_legacy" in inspect.signature(module.flash_mla_with_kvcache).parameters
+    return module, {"use_legacy": True} if legacy else {}
+
+
+def humming(part: str) -> Any:
+    """``humming.<part>`` (distribution humming-kernels). Raises `Unavailable`."""
+    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # importing would start processes that build what is built
+    os.environ.setdefault("HUMMING_COMPILER", "nvcc")  # its other one looks for NVRTC's headers, which a toolkit may lack
+    return _module(f"humming.{part}")
 
 
 def tokenspeed(part: str) -> Any:
@@ -34,11 +57,10 @@ def tokenspeed(part: str) -> Any:
         spec = importlib.util.find_spec("tokenspeed_kernel")
         if spec is None or not spec.submodule_search_locations:
             raise Unavailable("tokenspeed_kernel is not installed")
+        if importlib.util.find_spec("triton") is None:
+            raise Unavailable("tokenspeed_kernel: Triton is not installed")
         _lay_out(Path(next(iter(spec.submodule_search_locations))))
-    try:
-        return importlib.import_module(f"tokenspeed_kernel.{part}")
-    except (ImportError, OSError, RuntimeError) as error:
-        raise Unavailable(f"tokenspeed_kernel.{part}: {error}") from error
+    return _module(f"tokenspeed_kernel.{part}")
 
 
 def _lay_out(root: Path) -> None:

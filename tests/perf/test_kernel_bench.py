@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from typing import Any
 
 import pytest
-from perf.kernels import bench
+import torch
+from perf.kernels import bench, cases_peers, check_peers
 from perf.kernels.case import EVICTING_BYTES, MOST_SETS, OURS, Case, Unavailable, rotate, sets_for
+from perf.kernels.cases_peers_experts import _places
+from perf.kernels.peers_data import Chain, dequantised, peer, quantise, relative
 
 CEILING = {"bytes": 4e12, "bf16": 8e14, "fp8": 1.2e15, "tf32": 3e14}
 
@@ -56,3 +61,67 @@ def test_a_call_gets_the_inputs_of_another() -> None:
 def test_a_choice_of_rows_is_not_respected() -> None:
     options = argparse.Namespace(tokens="48", ops="wo_a,moe_fp4", names=OURS, compiled=False, host_gib=0, limit=None)
     assert {(case.op, case.rows, case.name) for case in bench.collect(options)} == {("wo_a", 48, OURS), ("moe_fp4", 48, OURS)}
+
+
+def key(case: Case) -> tuple[Any, ...]:
+    return case.op, *case.facts.items()
+
+
+def test_a_peer_is_beside_no_row_of_the_library() -> None:
+    options = argparse.Namespace(tokens=None, ops=None, names=None, compiled=False, host_gib=1, limit=None)
+    rows = bench.collect(options)
+    ours = {key(case) for case in rows if case.name == OURS}
+    peers = [case for case in rows if case.name != OURS]
+    assert {key(case) for case in peers} <= ours
+    assert {op for op, *_ in ours} - {case.op for case in peers} == {"compress_store", "engram_gate"}
+
+
+@pytest.mark.parametrize("error", [0.2, math.nan, math.inf])
+def test_a_peer_that_computes_something_else_is_timed(error: float) -> None:
+    def case(found: float) -> Case:
+        return peer(
+            "wo_a", "peer", {"T": 8}, 8e6, 0.0, lambda: Chain(lambda seed: (seed,), lambda inputs: None, lambda *_: found)
+        )
+
+    wrong = bench.run_case(case(error), 0.1, lambda: None, CEILING)  # type: ignore[arg-type]
+    assert "wrong result" in wrong["error"]
+    assert "us" not in wrong
+    check = case(1e-3).check
+    assert check is not None
+    assert check() == 1e-3
+
+
+def test_a_provider_that_is_absent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("deep_gemm", "flash_mla", "humming", "tokenspeed_kernel"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for case in cases_peers.cases([48], 0):
+        if case.op != "engram_gather":
+            found = bench.run_case(case, 0.1, lambda: None, CEILING)  # type: ignore[arg-type]
+            assert "unavailable" in found, (case.name, found)
+
+
+@pytest.mark.parametrize("processes", [1, 5, 14])
+def test_a_row_is_checked_by_no_process_or_by_two(processes: int) -> None:
+    found = check_peers.groups(None)
+    shared = [(*key(case), case.name) for lane in check_peers.lanes(found, processes) for case in lane]
+    assert sorted(map(str, shared)) == sorted(str((*key(case), case.name)) for rows in found.values() for case in rows)
+    left_out = {case.op for case in cases_peers.cases(None, 1)} - {op for op, *_ in shared}
+    assert left_out == {"engram_gather"}
+
+
+def test_a_peers_inputs_are_not_the_values() -> None:
+    x = torch.randn(8, 5, 256, generator=torch.Generator().manual_seed(0)).exp()
+    codes, scales = quantise(x)
+    assert relative(dequantised(codes, scales), x) < 0.04
+    assert torch.equal(scales.log2(), scales.log2().round())
+
+
+def test_a_token_goes_to_a_row_of_another_expert() -> None:
+    ids = torch.tensor([[0, 3], [3, 1], [0, 3]], dtype=torch.int32).repeat_interleave(
+        3, 1
+    )  # six experts a token, some more than once
+    places, source, layout = _places(ids, 4)
+    assert len(set(places.flatten().tolist())) == ids.numel()
+    assert torch.equal(layout[places], ids)
+    assert torch.equal(source[places], torch.arange(3)[:, None].expand(3, 6))
+    assert all(count % 4 == 0 for count in layout.bincount().tolist())
