@@ -105,7 +105,7 @@ def test_a_refused_operation_keeps_its_first_result(tiny: Path, monkeypatch: pyt
     def refuse(*_: Any) -> torch.Tensor:
         raise native.NativeUnsupported("engram_gate: not today")
 
-    monkeypatch.setattr(engram_gate, "_native", refuse)
+    monkeypatch.setitem(engram_gate.bodies, "native", refuse)
     whole = runner_of(tiny, ops="auto")
     alone = runner_of(tiny, ops="auto")
     alone._ops = choose("auto", torch.device("cpu"), {"CEDAR_OP_ENGRAM_GATE": "reference"})

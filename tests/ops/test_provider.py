@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ from cedar.ops import native
 from cedar.ops.abi import OPERATIONS
 from cedar.ops.linear import mxfp8_linear
 from cedar.ops.native import NativeUnsupported
+from cedar.ops.peer_packages import PEERS, PeerUnsupported
 from cedar.ops.provider import Choice, FusedOp, choose, using
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
 @FusedOp
@@ -31,6 +35,13 @@ def _(x: int, *, plus: int = 0) -> int:
     if x < 0:
         raise NativeUnsupported("doubled: x is negative")
     return 200 * x + plus
+
+
+@doubled.by("package")
+def _(x: int, *, plus: int = 0) -> int:
+    if x > 9 or x < 0:
+        raise PeerUnsupported("x has two digits")
+    return 3000 * x + plus
 
 
 def test_a_choice_outlives_its_block() -> None:
@@ -134,3 +145,118 @@ def test_a_reference_runs_where_the_library_could() -> None:
 def test_a_misspelt_operation_is_ignored() -> None:
     with pytest.raises(CedarError, match=r"CEDAR_OP_MEGA_GATES: names no operation; allowed: .*CEDAR_OP_MEGA_GATE,"):
         choose("auto", CPU, {"CEDAR_OP_MEGA_GATES": "reference"})
+
+
+def test_what_a_package_cannot_do_goes_past_the_library(caplog: pytest.LogCaptureFixture) -> None:
+    package = {"doubled": "package"}
+    with using(Choice({"doubled"}, set(), peers=package)), caplog.at_level(logging.WARNING):
+        assert [doubled(3, plus=1), doubled(10), doubled(11), doubled(-1)] == [9001, 2000, 2200, -2]
+    assert [record.getMessage() for record in caplog.records] == [
+        "doubled runs without package where that cannot: x has two digits",
+        "doubled runs as its PyTorch reference where the library cannot: doubled: x is negative",
+    ]
+    with using(Choice(set(), set(), peers=package)):
+        assert [doubled(3), doubled(10)] == [9000, 20]
+    with using(Choice({"doubled"}, {"doubled"}, peers=package)):
+        assert [doubled(3), doubled(10)] == [9000, 2000]
+        with pytest.raises(CedarError, match="CEDAR_OP_DOUBLED=reference"):
+            doubled(-1)
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_an_operation_goes_to_a_package_without_it(peer: str) -> None:
+    for op in OPERATIONS:
+        if op in PEERS[peer].operations:
+            continue
+        others = [name for name in PEERS if op in PEERS[name].operations]
+        allowed = r" \| ".join(["auto", "reference", "native", *others])
+        with pytest.raises(CedarError, match=rf"CEDAR_OP_{op.upper()}: is '{peer}'; allowed: {allowed}$"):
+            choose("auto", CPU, {f"CEDAR_OP_{op.upper()}": peer})
+    with pytest.raises(CedarError, match=rf"ops: is '{peer}'; allowed: auto \| reference \| native$"):
+        choose(peer, CPU, {})
+
+
+def hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+def package_here(monkeypatch: pytest.MonkeyPatch, directory: Path, name: str, source: str) -> None:
+    """A package of that name that is imported in place of any other."""
+    (directory / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(directory)
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))  # what is imported goes again after the test
+    del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_package_is_imported_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """Or for a GPU that it is not for: importing one may take seconds, and fail."""
+    hopper(monkeypatch)
+    package_here(monkeypatch, tmp_path, name, "raise OSError('imported')")
+    choose("auto", CUDA, {})
+    choose("reference", CUDA, {})
+    setting = f"CEDAR_OP_{PEERS[name].operations[0].upper()}"
+    needs = r"its kernels are for Hopper GPUs \(compute capability 9.x\), and"
+    with pytest.raises(CedarError, match=rf"{setting}: is '{name}', but {needs} the device is cpu; allowed: auto"):
+        choose("auto", CPU, {setting: name})
+    for capability in ((8, 0), (10, 0)):
+        hopper(monkeypatch, capability)
+        with pytest.raises(CedarError, match=rf"{setting}: is '{name}', but {needs} this one has {capability[0]}\.0; allowed"):
+            choose("auto", CUDA, {setting: name})
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import nothing_of_that_name", r"cannot be imported: ModuleNotFoundError\(.No module named 'nothing_of_that_name'"),
+        ("raise ImportError('undefined symbol: _ZN3c10')", r"cannot be imported: ImportError\('undefined symbol: _ZN3c10'\)"),
+        ("raise OSError('libcuda.so.1: cannot open')", r"cannot be imported: OSError\('libcuda.so.1: cannot open'\)"),
+        ("raise AssertionError", r"cannot be imported: AssertionError\(\)"),
+        ("", r"of that name here has no (fp8_gemm_nt, fp8_einsum|flash_mla_sparse_fwd)"),
+    ],
+)
+def test_a_package_that_cannot_be_used_is_no_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, source: str, problem: str
+) -> None:
+    hopper(monkeypatch)
+    package_here(monkeypatch, tmp_path, name, source)
+    peer, dashed = PEERS[name], name.replace("_", "-")
+    setting = f"CEDAR_OP_{peer.operations[0].upper()}"
+    source = f"{name} from {peer.distribution} .the distribution {dashed} is an unrelated one."
+    with pytest.raises(CedarError, match=rf"{setting}: is '{name}', but the package {problem}.*; allowed: .*{source}"):
+        choose("auto", CUDA, {setting: name})
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Both, on a Hopper GPU, and the environment that gives them an operation each."""
+    hopper(monkeypatch)
+    for name, peer in PEERS.items():
+        package = types.ModuleType(name)
+        for function in peer.functions:
+            setattr(package, function, len)
+        monkeypatch.setitem(sys.modules, name, package)
+    return {"CEDAR_OP_MEGA_ATTENTION": "flash_mla", "CEDAR_OP_WO_A": "deep_gemm"}
+
+
+def test_a_package_is_not_in_the_summary(packages: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        choice = choose("reference", CUDA, packages)
+    assert choice.peers == {"mega_attention": "flash_mla", "wo_a": "deep_gemm"}
+    assert (choice.native_ops, choice.required) == (set(), set())
+    assert choice.summary == "PyTorch reference; wo_a: deep_gemm; mega_attention: flash_mla"
+    assert "mega_attention runs in flash_mla" in caplog.text
+
+
+def test_what_a_package_cannot_do_is_not_the_librarys(packages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = f"native ({native_library().info})"
+    monkeypatch.setattr(native.Library, "has_body", lambda self, op, device: op != "wo_a")
+    choice = choose("auto", CUDA, packages)
+    assert choice.native_ops == set(OPERATIONS) - {"wo_a"}
+    assert choice.summary == f"{here}; wo_a: deep_gemm; mega_attention: flash_mla"
+    assert (choice.providers("mega_attention"), choice.providers("wo_a")) == (("flash_mla", "native"), ("deep_gemm",))
+    del packages["CEDAR_OP_WO_A"]
+    assert choose("auto", CUDA, packages).summary == f"{here}, PyTorch reference: wo_a; mega_attention: flash_mla"
+    with pytest.raises(CedarError, match=r"ops: is 'native', but the library has no wo_a for cuda"):
+        choose("native", CUDA, packages | {"CEDAR_OP_WO_A": "deep_gemm"})
