@@ -10,6 +10,7 @@ Without CMake or a C++17 compiler there is no library, which is no error: operat
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import shlex
@@ -64,11 +65,28 @@ def _missing() -> str:
     version = re.search(r"(\d+)\.(\d+)", _output([cmake, "--version"])[1])
     if version is None or (int(version[1]), int(version[2])) < CMAKE_MINIMUM:
         return f"install {needed} ({cmake} is older)"
+    if not _compiler():
+        named = os.environ.get("CXX", "")
+        return f"install a C++17 compiler, such as g++{f' (CXX={named} is none)' if named else ''}"
+    return "" if _which("ninja") or _which("make") else "install Ninja or make"
+
+
+def _compiler() -> list[str]:
+    """The command of a C++17 compiler; empty: there is none."""
     named = os.environ.get("CXX", "")
     for compiler in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
         if _which(compiler[0]) and _output([*compiler, "-std=c++17", "-x", "c++", "-fsyntax-only", os.devnull])[0] == 0:
-            return "" if _which("ninja") or _which("make") else "install Ninja or make"
-    return f"install a C++17 compiler, such as g++{f' (CXX={named} is none)' if named else ''}"
+            return compiler
+    return []
+
+
+def _compilers() -> str:
+    """Changes with the compilers: where they are and what they say that they are, as an update leaves them in their place."""
+    text = ""
+    for command in (_compiler(), shlex.split(os.environ.get("CUDACXX") or "nvcc")):
+        path = _which(command[0]) if command else None
+        text += f"{command} {path} {_output([*command, '--version']) if path else ''}\n"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _output(command: list[str]) -> tuple[int, str]:
@@ -78,12 +96,13 @@ def _output(command: list[str]) -> tuple[int, str]:
 
 
 def _configure(source: Path, build: Path, cuda: str) -> None:
-    """Run CMake. A cache of other sources, or from before nvcc came or went, is started afresh."""
-    if not _cache_fits(source, build, cuda):
+    """Run CMake. It keeps the compilers that it found first: a cache of others, or of other sources, is started afresh."""
+    compilers = _compilers()
+    if not _cache_fits(source, build, compilers):
         _forget(build)
     attempts = [cuda, cuda, "off"] if cuda == "auto" else [cuda, cuda]
     for number, mode in enumerate(attempts, 1):
-        settings = ["-DCMAKE_BUILD_TYPE=Release", f"-DCEDAR_CUDA={mode}"]
+        settings = ["-DCMAKE_BUILD_TYPE=Release", f"-DCEDAR_CUDA={mode}", f"-DCEDAR_COMPILERS={compilers}"]
         # The generator of a cache cannot be changed.
         if _which("ninja") and not (build / "CMakeCache.txt").exists():
             settings += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_which('ninja')}"]
@@ -97,20 +116,18 @@ def _configure(source: Path, build: Path, cuda: str) -> None:
     raise SystemExit(f"{output}\nkernel library: CMake failed")
 
 
-def _cache_fits(source: Path, build: Path, cuda: str) -> bool:
+def _cache_fits(source: Path, build: Path, compilers: str) -> bool:
     try:
         text = (build / "CMakeCache.txt").read_text(errors="replace")
     except OSError:
         return False
     entries = dict(re.findall(r"^(\w+):\w+=(.*)$", text, re.MULTILINE))
-    if entries.get("CMAKE_HOME_DIRECTORY") != str(source) or entries.get("CMAKE_CACHEFILE_DIR") != str(build):
-        return False
-    unseen = entries.get("CMAKE_CUDA_COMPILER", "NOTFOUND").endswith("NOTFOUND") and _which("nvcc")
-    return cuda == "off" or not unseen
+    found = [entries.get(name) for name in ("CMAKE_HOME_DIRECTORY", "CMAKE_CACHEFILE_DIR", "CEDAR_COMPILERS")]
+    return found == [str(source), str(build), compilers]
 
 
 def _forget(build: Path) -> None:
-    """What CMake knows, not what was built."""
+    """What CMake knows and the objects; the library stays until there is another."""
     (build / "CMakeCache.txt").unlink(missing_ok=True)
     shutil.rmtree(build / "CMakeFiles", ignore_errors=True)
 

@@ -128,3 +128,15 @@ def test_records_that_nobody_sees_leak() -> None:
         unseen[0] = False
         pool.rows[unseen] = 0xFF
     assert torch.equal(x.run(), clean)
+
+
+@pytest.mark.parametrize("value", [-1, 30, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_row_outside_of_a_pool_is_read(which: int, value: int) -> None:
+    x = case(4, 3, 64, 16, (8, 5), torch.float32, True)
+    x.indices[which][2, 4] = value
+    name = ("window_index", "entry_index")[which]
+    with pytest.raises(RuntimeError, match=rf"mega_attention: {name}\[2, 4\] is {value}; allowed: at least 0 and less than 30$"):
+        x.run()
+    x.indices[which][2, 4] = 29
+    assert torch.isfinite(x.run()).all()

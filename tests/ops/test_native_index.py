@@ -196,3 +196,43 @@ def test_entries_that_nobody_sees_are_read() -> None:
     x.pool.store(torch.full((int(unseen.sum()), x.pool.record.width), 0xFF, dtype=torch.uint8), unseen.nonzero()[:, 0])
     for one, other in zip(run_native(mqa_logits_topk, *x.arguments()), before, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("page", [-1, 201, 2**62])
+def test_a_page_outside_of_the_pool_is_read(page: int) -> None:
+    """The last page that the newest row of the first sequence sees; the one behind it is nobody's, whatever it says."""
+    x = case([(94, 4), (40, 1)], torch.float32)
+    flat = x.plan.table.pages.view(-1)
+    last = int(x.plan.base[0]) + 6  # of entries 96 and 97; the rows before see none of it
+    assert PAGE * 6 < x.plan.visible[3] <= PAGE * 7
+    kept = int(flat[last])
+    flat[last] = page
+    message = rf"pages\[{last}\] is {page}; allowed: at least 0 and less than 201$"
+    with pytest.raises(RuntimeError, match=f"mqa_logits_topk: {message}"):
+        run_native(mqa_logits_topk, *x.arguments())
+    x.plan.visible.fill_(PAGE * 2)  # nobody sees it
+    run_native(mqa_logits_topk, *x.arguments())
+    flat[last] = kept
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_row_outside_of_the_block_table_is_read(far: bool) -> None:
+    x = case([(90, 3), (40, 1)], torch.float32)
+    count = x.plan.table.pages.numel()
+    x.plan.base[3] = wrong = count - 2 if far else -1  # its row sees 41 entries: three pages
+    message = rf"base\[3\] is {wrong} and its row sees 3 pages; allowed: 0 to {count - 3}, of {count} pages$"
+    with pytest.raises(RuntimeError, match=f"mqa_logits_topk: {message}"):
+        run_native(mqa_logits_topk, *x.arguments())
+
+
+@pytest.mark.parametrize("block", [7, 24, 2**61])
+def test_a_block_that_nobody_sees_or_a_second_time_is_searched(block: int) -> None:
+    """A block twice would select more entries than there are columns."""
+    x = case([(90, 3), (40, 1)], torch.float32)  # at most 93 entries: 24 blocks
+    blocks = torch.tensor([[1, 7, 8, 10, -1]] * 4)
+    blocks[2, 2] = block
+    message = rf"candidates\[2, 2\] is {block}; allowed: at least 8 and less than 24$"
+    with pytest.raises(RuntimeError, match=f"mqa_logits_topk: {message}"):
+        run_native(mqa_logits_topk, *replace(x, candidates=blocks).arguments())
+    blocks[2, 2] = 9
+    run_native(mqa_logits_topk, *replace(x, candidates=blocks).arguments())

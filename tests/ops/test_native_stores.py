@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -45,24 +46,7 @@ def test_the_encoders_write_other_bytes(seed: int, dtype: torch.dtype, kind: str
     record: RecordFormat = {"window": WindowRecords(DIM), "global": GlobalRecords(DIM), "index": IndexKeyRecords(DIM)}[kind]
     x = torch.randint(0, 2, (rows, DIM), generator=g).mul_(2).sub_(1).to(dtype)
     weight = vectors(1, DIM, torch.float32, g)[0].to(dtype).float()
-    expected = record.encode((x.float() * weight).to(dtype))
-    pool = RecordPool.allocate(record, 16, CPU)
-    if kind == "window":
-        plan = WindowPlan(None, None, torch.arange(1, 1 + rows))
-        _, staged = run_native(window_store, x, weight, 0.0, *still(rows), pool, plan)
-        assert torch.equal(staged, expected)
-    else:
-        write = WritePlan(None, torch.arange(1, 1 + rows), torch.arange(rows))
-        unit = torch.eye(DIM).to(dtype)
-        other = RecordPool.allocate(FloatRecords(DIM, dtype), 16, CPU)
-        weights = CompressorWeights(
-            weight if kind == "global" else torch.ones(DIM), unit, weight if kind == "index" else torch.ones(DIM), 0.0
-        )
-        pools = (pool, other) if kind == "global" else (other, pool)
-        run_native(compress_store, x, None, write, weights, *still(rows), *pools)
-    assert torch.equal(pool.load(torch.arange(1, 1 + rows)), expected)
-    untouched = [0, *range(1 + rows, 16)]
-    assert (pool.load(torch.tensor(untouched)) == 0).all()
+    assert torch.equal(stored_records(x, weight, record, kind), record.encode((x.float() * weight).to(dtype)))
 
 
 def window_plan(rows: int, history: int, kept: int, generator: torch.Generator) -> WindowPlan:
@@ -216,13 +200,125 @@ def test_no_group_ends_and_the_open_row_is_lost() -> None:
 
 
 def test_a_nan_becomes_a_zero() -> None:
-    """E2M1 has no NaN, so the group's E4M3 scale has to tell: an entry of zeros would hide that a sequence is broken."""
-    pool, keys = (RecordPool.allocate(record, 8, CPU) for record in (GlobalRecords(64), IndexKeyRecords(64)))
+    """A NaN in a latent spreads over its whole row; the entry, its key and its window record all have to tell."""
+    records: list[RecordFormat] = [GlobalRecords(64), IndexKeyRecords(64), WindowRecords(64)]
+    pools = [RecordPool.allocate(record, 8, CPU) for record in records]
     weights = CompressorWeights(torch.ones(64), torch.eye(64), torch.ones(64), 1e-6)
     x = torch.randn(3, 64, generator=seeded(1))
     x[1, 5] = torch.nan
     write = WritePlan(None, torch.arange(1, 4), torch.arange(3))
-    run_native(compress_store, x, None, write, weights, torch.ones(3, 2), torch.zeros(3, 2), pool, keys)
-    stored = pool.record.decode(pool.load(write.slots))
-    assert stored[1].isnan().all()
-    assert stored[[0, 2]].isfinite().all()
+    angle = torch.ones(3, 2), torch.zeros(3, 2)
+    run_native(compress_store, x, None, write, weights, *angle, *pools[:2])
+    run_native(window_store, x, torch.ones(64), 1e-6, *angle, pools[2], WindowPlan(None, None, write.slots))
+    for pool in pools:
+        stored = pool.record.decode(pool.load(write.slots))
+        assert stored[1].isnan().all()
+        assert stored[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", ["window", "global", "index"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_group_that_is_not_finite_is_encoded_otherwise(dtype: torch.dtype, kind: str, value: float) -> None:
+    """Byte for byte as the reference, which promises: FP8 (window) and MXFP4 (index keys) make the group of a NaN or an infinity
+    NaNs; NVFP4 (entries) that of a NaN, and keeps an infinity as its largest value, beside zeros. Other groups are as ever.
+    """
+    record: RecordFormat = {"window": WindowRecords(DIM), "global": GlobalRecords(DIM), "index": IndexKeyRecords(DIM)}[kind]
+    size = 16 if kind == "global" else 32
+    x, weight = torch.ones(2, DIM, dtype=dtype), torch.linspace(0.5, 3.0, DIM).to(dtype).float()
+    x[1] = -1
+    broken = weight.clone()
+    broken[size + 3] = value
+    stored = stored_records(x, broken, record, kind)
+    assert torch.equal(stored, record.encode((x.float() * broken).to(dtype)))
+    decoded, finite = record.decode(stored), record.decode(record.encode((x.float() * weight).to(dtype)))
+    group = slice(size, 2 * size)
+    if kind == "global" and abs(value) == torch.inf:
+        assert decoded[0, size + 3] == math.copysign(2688.0, value)
+        finite[:, group] = 0
+        finite[:, size + 3] = decoded[:, size + 3]
+        assert torch.equal(decoded, finite)
+    else:
+        assert decoded[:, group].isnan().all()
+        decoded[:, group] = finite[:, group]
+        assert torch.equal(decoded, finite)
+
+
+def stored_records(x: Tensor, weight: Tensor, record: RecordFormat, kind: str) -> Tensor:
+    """Records of x [T, DIM], whose rows have an RMS of 1, times weight [DIM]."""
+    rows, dtype = len(x), x.dtype
+    pool, slots = RecordPool.allocate(record, 16, CPU), torch.arange(1, 1 + rows)
+    if kind == "window":
+        _, staged = run_native(window_store, x, weight, 0.0, *still(rows), pool, WindowPlan(None, None, slots))
+        assert torch.equal(staged, pool.load(slots))
+    else:
+        other = RecordPool.allocate(FloatRecords(DIM, dtype), 16, CPU)
+        norms = (weight, torch.ones(DIM)) if kind == "global" else (torch.ones(DIM), weight)
+        weights = CompressorWeights(norms[0], torch.eye(DIM).to(dtype), norms[1], 0.0)
+        pools = (pool, other) if kind == "global" else (other, pool)
+        run_native(compress_store, x, None, WritePlan(None, slots, slots), weights, *still(rows), *pools)
+    assert (pool.load(torch.tensor([0, *range(1 + rows, 16)])) == 0).all()
+    return pool.load(slots)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("history", -1, "at least 0 and less than 40"),
+        ("history", 40, "at least 0 and less than 40"),
+        ("store_from", -1, "at least 0 and less than 5"),
+        ("store_from", 5, "at least 0 and less than 5"),
+        ("store_to", 0, "at least 1 and less than 40"),
+        ("store_to", -(2**63), "at least 1 and less than 40"),
+        ("store_to", 2**63 - 1, "at least 1 and less than 40"),
+    ],
+)
+def test_a_row_outside_of_the_rings_is_read_or_written(field: str, value: int, allowed: str) -> None:
+    ring = RecordPool.allocate(WindowRecords(DIM), 40, CPU)
+    plan = WindowPlan(torch.arange(3), torch.arange(2, 5), torch.tensor([39, 4, 1]))
+    arguments = (torch.randn(5, DIM), torch.ones(DIM), 1e-6, torch.ones(5, PAIRS), torch.zeros(5, PAIRS), ring)
+    run_native(window_store, *arguments, plan)
+    before = ring.rows.clone()
+    getattr(plan, field)[2] = value
+    with pytest.raises(RuntimeError, match=rf"window_store: {field}\[2\] is {value}; allowed: {allowed}$"):
+        run_native(window_store, *arguments, plan)
+    assert torch.equal(ring.rows, before)
+
+
+def test_more_rows_are_stored_than_there_are() -> None:
+    ring = RecordPool.allocate(WindowRecords(DIM), 40, CPU)
+    arguments = (torch.randn(2, DIM), torch.ones(DIM), 1e-6, *still(2), ring, WindowPlan(None, None, torch.arange(1, 4)))
+    with pytest.raises(RuntimeError, match=r"window_store: must hold: a\.store_from \|\| a\.stores <= a\.rows"):
+        run_native(window_store, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("slots", 0, "at least 1 and less than 8, or negative"),
+        ("slots", 8, "at least 1 and less than 8, or negative"),  # the smaller of the pools
+        ("rows", 4, "at least 0 and less than 4"),
+        ("rows", -1, "at least 0 and less than 4"),
+        ("first", 6, "at least 0 and less than 6"),
+        ("first", -1, "at least 0 and less than 6"),
+        ("open_from", 3, "at least 0 and less than 3"),
+        ("open_from", -1, "at least 0 and less than 3"),
+        ("open_rows", 4, "at least 0 and less than 4"),
+        ("open_to", 3, "at least 0 and less than 3, or negative"),
+    ],
+)
+def test_a_row_outside_of_the_pools_is_read_or_written(field: str, value: int, allowed: str) -> None:
+    pools = RecordPool.allocate(GlobalRecords(DIM), 16, CPU), RecordPool.allocate(IndexKeyRecords(INDEX_DIM), 8, CPU)
+    two = (torch.tensor([1, 3]), torch.tensor([7, 2]), torch.tensor([0, 2]), torch.tensor([0, 5]), torch.tensor([1, 2]))
+    write = WritePlan(*two, torch.tensor([2, 3]), torch.tensor([-5, 2]), masked=True)
+    weights = CompressorWeights(torch.ones(DIM), torch.randn(INDEX_DIM, DIM), torch.ones(INDEX_DIM), 1e-6)
+    opened = torch.randn(3, 2 * DIM)
+    arguments = (torch.randn(4, 2 * DIM), opened, write, weights, torch.ones(2, PAIRS), torch.zeros(2, PAIRS), *pools)
+    run_native(compress_store, *arguments)
+    before = [x.clone() for x in (opened, *(pool.rows for pool in pools))]
+    getattr(write, field)[1] = value
+    name = "group_rows" if field == "rows" else field
+    with pytest.raises(RuntimeError, match=rf"compress_store: {name}\[1\] is {value}; allowed: {allowed}$"):
+        run_native(compress_store, *arguments)
+    for x, y in zip(before, (opened, *(pool.rows for pool in pools)), strict=True):
+        assert torch.equal(x, y)

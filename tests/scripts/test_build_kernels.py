@@ -150,3 +150,53 @@ def test_a_mistake_in_the_sources_is_only_a_notice(tree: Tree) -> None:
 def test_a_library_that_does_not_load_is_a_success(tree: Tree) -> None:
     (tree.sources / "small.cpp").write_text('extern "C" int absent();\nextern "C" int cedar_build_info() { return absent(); }\n')
     assert "undefined symbol: absent" in tree.build(1)
+
+
+def log_compiles(tools: Path, name: str, real: str, version: str) -> None:
+    """A compiler that notes every source it compiles, and says that it is of this version."""
+    add_tool(
+        tools,
+        name,
+        f'[ "$*" = --version ] && echo {version} && exit\n'
+        f'case "$*" in *small.cpp) echo {name} {version} >> "{tools}/log";; esac\n'
+        f'exec {shutil.which(real)} "$@"',
+    )
+
+
+@NEEDS_CMAKE
+def test_another_compiler_is_asked_for_and_the_first_is_used(tree: Tree, tools: Path) -> None:
+    """Another one, then an update of it in its place; what did not change is left alone."""
+    log, path = tools / "log", f"{tools}{os.pathsep}{os.environ['PATH']}"
+    log_compiles(tools, "one", "c++", "1.0")
+    log_compiles(tools, "two", "c++", "1.0")
+    for compiler, version, compiled in (
+        ("one", "1.0", "one 1.0\n"),
+        ("one", "1.0", ""),
+        ("two", "1.0", "two 1.0\n"),
+        ("two", "2.0", "two 2.0\n"),
+        ("two", "2.0", ""),
+        ("one", "1.0", "one 1.0\n"),
+    ):
+        log_compiles(tools, compiler, "c++", version)
+        log.write_text("")
+        tree.build(PATH=path, CXX=compiler)
+        assert log.read_text() == compiled
+
+
+@NEEDS_CMAKE
+def test_another_nvcc_is_not_used(tree: Tree, tools: Path) -> None:
+    """It comes, is updated and goes; each time all is compiled again, and in between nothing."""
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    add_tool(tools, "nvcc", "exit 1")  # before any that the machine has
+
+    def compiles() -> bool:
+        return "compiling for CPU on " in tree.build(PATH=path)
+
+    assert compiles()
+    assert not compiles()
+    for version in ("12.9", "13.0"):
+        add_tool(tools, "nvcc", f"echo {version}")
+        assert compiles()
+        assert not compiles()
+    (tools / "nvcc").unlink()
+    assert compiles()

@@ -11,8 +11,9 @@ nvfp4   16     6 2^-9     E4M3: amax/6 to nearest even, at most 448   E2M1
 
 Groups are contiguous in the last dimension (released kernel semantics). Rounding is to nearest, ties to the even code. FP4
 bytes hold the even element in the low nibble. Scaled by a UE8M0 scale no value exceeds the largest code by more than rounding,
-so converting to E4M3 needs no clamp; an E4M3 scale may be too small. Decoded values are exact in bfloat16. What becomes of a
-vector that is not finite is not promised.
+so converting to E4M3 needs no clamp; an E4M3 scale may be too small. Decoded values are exact in bfloat16. A group that has a NaN
+gets the scale NaN, and so all of it decodes to NaNs; the code of what is no number is 0. So does one that has an infinity, where
+the scale is UE8M0; an E4M3 scale is 448 then, and the infinity decodes to 2688.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def e8m0_scale(amax: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def _up_to_power_of_two(x: Tensor) -> Tensor:
-    """On the bits of a positive float32: one more in the exponent unless the mantissa is zero. Overwrites ``x``."""
-    return x.view(torch.int32).add_(_MANTISSA).bitwise_and_(_EXPONENT).view(torch.float32)
+    """On the bits of a positive float32: one more in the exponent unless the mantissa is zero. NaN: infinity. Changes ``x``."""
+    return x.view(torch.int32).clamp_max_(_EXPONENT).add_(_MANTISSA).bitwise_and_(_EXPONENT).view(torch.float32)
 
 
 def _e8m0_byte(scale: Tensor) -> Tensor:
@@ -99,6 +100,11 @@ def mx_scale(groups: Tensor, limit: float, amax_min: float) -> Tensor:
     return _up_to_power_of_two(groups.abs().amax(-1, keepdim=True).clamp_min_(amax_min).mul_(1.0 / limit))
 
 
+def _scaled(groups: Tensor, scale: Tensor) -> Tensor:
+    """What is encoded. That a value is no number is for the scale to say, not for a NaN's sign, on which devices differ."""
+    return (groups / scale).nan_to_num_(0.0)
+
+
 def _nvfp4_scale(groups: Tensor) -> Tensor:
     """float8_e4m3fn [..., g, 1] of groups [..., g, 16]."""
     amax = groups.abs().amax(-1, keepdim=True).clamp_(NVFP4_AMAX_MIN, E4M3_MAX * E2M1_MAX)
@@ -109,7 +115,7 @@ def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., d] -> (uint8 E4M3 codes [..., d], uint8 UE8M0 scales [..., d/32])."""
     groups = groups_of(x, MX_GROUP)
     scale = mx_scale(groups, E4M3_MAX, FP8_AMAX_MIN)
-    codes = (groups / scale).to(torch.float8_e4m3fn)
+    codes = _scaled(groups, scale).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).view(x.shape), _e8m0_byte(scale).squeeze(-1)
 
 
@@ -123,7 +129,7 @@ def pack_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., d] -> (uint8 E2M1 pairs [..., d/2], uint8 UE8M0 scales [..., d/32])."""
     groups = groups_of(x, MX_GROUP)
     scale = mx_scale(groups, E2M1_MAX, MXFP4_AMAX_MIN)
-    return _pack_e2m1(groups / scale), _e8m0_byte(scale).squeeze(-1)
+    return _pack_e2m1(_scaled(groups, scale)), _e8m0_byte(scale).squeeze(-1)
 
 
 def unpack_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -136,7 +142,7 @@ def pack_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., d] -> (uint8 E2M1 pairs [..., d/2], uint8 E4M3 scales [..., d/16])."""
     groups = groups_of(x, NVFP4_GROUP)
     scale = _nvfp4_scale(groups)
-    return _pack_e2m1(groups / scale.float()), scale.view(torch.uint8).squeeze(-1)
+    return _pack_e2m1(_scaled(groups, scale.float())), scale.view(torch.uint8).squeeze(-1)
 
 
 def unpack_nvfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,9 +6,10 @@ threads in front, the workspace behind). First the scalars, then the tensors:
 
 * ``name:float`` and ``name:int`` are given by the caller. A bare name follows from the tensors: it is either the type of one
   (``type[...]``) or a dimension (``[rows, dim]``).
-* ``name: kind[dims]`` is a tensor that must have as many elements as the product of ``dims``, dense; ``[]``: any number. ``?``
-  marks one that may be None, ``!`` one that is written, ``@`` one that a GPU may read from pinned host memory. kind: f32, i64,
-  u8, bool, any, a scalar's name whose value then is its type, or in parentheses an expression of such scalars and torch's dtypes.
+* ``name: kind[dims]`` is a tensor that must have as many elements as the product of ``dims``, dense; ``[]``: any number;
+  ``[rows,...]``: rows of any size, a pool. ``?`` marks one that may be None, ``!`` one that is written, ``@`` one that a GPU may
+  read from pinned host memory. kind: f32, i64, u8, bool, any, a scalar's name whose value then is its type, or in parentheses an
+  expression of such scalars and torch's dtypes.
 """
 
 from __future__ import annotations
@@ -44,25 +45,29 @@ TABLE = {
         x:type[rows,groups*in_dim] weight:weight_type[groups*rank,in_dim]
         weight_scale?:u8[(groups*rank+31)//32,(in_dim+31)//32] y!:type[rows,groups*rank]""",
     "window_store": """
-        type record:int rows dim pairs history_rows stores norm_eps:float
+        type record:int rows dim pairs history_rows stores ring_rows norm_eps:float
         kv:type[rows,dim] norm_weight:f32[dim] cos:f32[rows,pairs] sin:f32[rows,pairs] history?:i64[history_rows]
-        store_from?:i64[stores] store_to:i64[stores] ring!:any[] table!:any[]""",
+        store_from?:i64[stores] store_to:i64[stores] ring!:any[ring_rows,...] table!:any[]""",
     "compress_store": """
-        type record:int index_record:int ratio:int rows groups dim index_dim pairs opens leaves_open norm_eps:float
+        type record:int index_record:int ratio:int rows groups dim index_dim pairs opens leaves_open
+        open_slots kv_rows index_rows norm_eps:float
         projected:(type if ratio == 1 else float32)[rows,ratio*dim] group_rows?:i64[groups] first?:i64[groups]
-        open_from?:i64[opens] open_rows?:i64[leaves_open] open_to?:i64[leaves_open] open?!:f32[]
+        open_from?:i64[opens] open_rows?:i64[leaves_open] open_to?:i64[leaves_open] open?!:f32[open_slots,...]
         norm_weight:f32[dim] wk:type[index_dim,dim] index_norm_weight:f32[index_dim]
-        cos:f32[groups,pairs] sin:f32[groups,pairs] slots:i64[groups] kv_pool!:any[] index_pool!:any[]""",
+        cos:f32[groups,pairs] sin:f32[groups,pairs] slots:i64[groups]
+        kv_pool!:any[kv_rows,...] index_pool!:any[index_rows,...]""",
     "mqa_logits_topk": """
         type record:int rows heads dim pairs top_k:int width max_visible:int per_page:int block:int candidate_blocks
-        published_blocks quantise:int weight_scale:float
-        query:type[rows,heads,dim] weight:type[rows,heads] cos:f32[rows,pairs] sin:f32[rows,pairs] keys:any[] pages:i64[]
+        published_blocks key_rows page_count quantise:int weight_scale:float
+        query:type[rows,heads,dim] weight:type[rows,heads] cos:f32[rows,pairs] sin:f32[rows,pairs]
+        keys:any[key_rows,...] pages:i64[page_count]
         base:i64[rows] visible:i64[rows] candidates?:i64[rows,candidate_blocks] index!:i64[rows,width] slots!:i64[rows,width]
         published?!:i64[rows,published_blocks]""",
     "mega_attention": """
-        type window_record:int entry_record:int rows heads dim pairs window_width entry_width scale:float
-        query:type[rows,heads,dim] cos:f32[rows,pairs] sin:f32[rows,pairs] sink:f32[heads] window:any[]
-        window_index:i64[rows,window_width] entries?:any[] entry_index?:i64[rows,entry_width] out!:type[rows,heads,dim]""",
+        type window_record:int entry_record:int rows heads dim pairs window_width entry_width window_rows entry_rows scale:float
+        query:type[rows,heads,dim] cos:f32[rows,pairs] sin:f32[rows,pairs] sink:f32[heads] window:any[window_rows,...]
+        window_index:i64[rows,window_width] entries?:any[entry_rows,...] entry_index?:i64[rows,entry_width]
+        out!:type[rows,heads,dim]""",
     "engram_gather": """
         type rows columns dim table_rows
         ids:i64[rows,columns] table@:u8[table_rows,dim] table_scale@:u8[table_rows,dim//32] out!:type[rows,columns,dim]""",
@@ -86,7 +91,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class TensorField:
-    """dims: expressions of scalars' names, whose product is the number of elements; empty: any."""
+    """dims: expressions of scalars' names, whose product is the number of elements; empty: any. The last may be "...": any."""
 
     name: str
     kind: str
@@ -94,6 +99,11 @@ class TensorField:
     optional: bool
     written: bool
     pinned: bool
+
+    @property
+    def sized(self) -> bool:
+        """Do scalars say how many elements it has?"""
+        return bool(self.dims) and self.dims[-1] != "..."
 
 
 class Operation:
@@ -181,6 +191,8 @@ class Operation:
 
     @staticmethod
     def _dimension(tensor: TensorField, name: str) -> str:
+        if len(tensor.dims) == 1:
+            return f"{tensor.name}.numel()"
         place = tensor.dims.index(name)
         return f"{tensor.name}.shape[{place if place == 0 else place - len(tensor.dims)}]"
 
@@ -191,7 +203,7 @@ class Operation:
         conditions.append(f"not {tensor.name}.is_contiguous()")
         if tensor.kind != "any":
             conditions.append(f"{tensor.name}.dtype is not {KINDS.get(tensor.kind, tensor.kind)}")
-        if tensor.dims:
+        if tensor.sized:
             conditions.append(f"{tensor.name}.numel() != {' * '.join(f'({part})' for part in tensor.dims)}")
         return conditions
 

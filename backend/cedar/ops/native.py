@@ -24,7 +24,7 @@ from cedar.cache.records import FloatRecords, RecordFormat
 from cedar.errors import invalid
 from cedar.ops.abi import KINDS, OPERATIONS, Operation
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY = "libcedar_kernels.so"
 _UNSUPPORTED, _WORKSPACE = 2, 4
 
@@ -278,7 +278,7 @@ def _calls(library: Library, operation: Operation) -> tuple[Callable[..., None],
     build, byref = builder(operation), ctypes.byref
     run, workspace = library.run(operation.name), library.workspace(operation.name)
     first = next(place for place, tensor in enumerate(operation.tensors) if not tensor.optional)
-    written = [place for place, tensor in enumerate(operation.tensors) if tensor.written and tensor.dims]  # without pools
+    written = [place for place, tensor in enumerate(operation.tensors) if tensor.written and tensor.sized]  # without pools
 
     def on_cpu(*arguments: Any) -> None:
         """Call with the thread's own workspace, which grows when it is too small; keep the call where one records."""

@@ -13,7 +13,8 @@
  * dense, row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
  * On a Hopper GPU very many rows may be multiplied by an instruction that adds in another order: there, on their number alone.
  * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are
- * int64 row numbers; 0 is the null row, which is never written and masks a key.
+ * int64 row numbers; 0 is the null row, which is never written and masks a key. On a CPU a number that names no row, page, slot or
+ * block is CEDAR_INVALID; a GPU's are not looked at, so there they must be right.
  * The formulas are those of the docstrings in backend/cedar/ops.
  */
 #ifndef CEDAR_KERNELS_H
@@ -25,7 +26,7 @@
 extern "C" {
 #endif
 
-#define CEDAR_ABI_VERSION 2
+#define CEDAR_ABI_VERSION 3
 #define CEDAR_COUNTER_BYTES 4096
 
 #if defined(__GNUC__)
@@ -191,6 +192,7 @@ typedef struct {
     int64_t record;            /* cedar_record */
     int64_t rows, dim, pairs;
     int64_t history_rows, stores;
+    int64_t ring_rows;
     double norm_eps;
     const void* kv;            /* [T, dim] */
     const float* norm_weight;  /* [dim] */
@@ -199,7 +201,7 @@ typedef struct {
     const int64_t* history;    /* optional [history_rows] ring rows */
     const int64_t* store_from; /* optional [stores] */
     const int64_t* store_to;   /* [stores] ring rows */
-    void* ring;
+    void* ring;                /* [ring_rows] records */
     void* table;               /* [history_rows + T] records */
     int64_t workspace_bytes;
     void* workspace;
@@ -217,6 +219,7 @@ typedef struct {
     int64_t record, index_record;
     int64_t ratio, rows, groups, dim, index_dim, pairs;
     int64_t opens, leaves_open; /* lengths of open_from and open_rows */
+    int64_t open_slots, kv_rows, index_rows;
     double norm_eps;
     const void* projected;      /* [T, ratio dim] */
     const int64_t* group_rows;  /* optional [groups]; NULL: all rows */
@@ -224,15 +227,15 @@ typedef struct {
     const int64_t* open_from;   /* [opens] slots */
     const int64_t* open_rows;   /* [leaves_open] rows */
     const int64_t* open_to;     /* [leaves_open] slots */
-    float* open;                /* [slots, 2 dim], ratio 2 */
+    float* open;                /* [open_slots, 2 dim], ratio 2 */
     const float* norm_weight;   /* [dim] */
     const void* wk;             /* [index_dim, dim] */
     const float* index_norm_weight; /* [index_dim] */
     const float* cos;           /* [groups, pairs] */
     const float* sin;
     const int64_t* slots;       /* [groups] pool rows, negative: none */
-    void* kv_pool;
-    void* index_pool;
+    void* kv_pool;              /* [kv_rows] records */
+    void* index_pool;           /* [index_rows] records */
     int64_t workspace_bytes;
     void* workspace;
 } cedar_compress_store_args;
@@ -254,14 +257,15 @@ typedef struct {
     int64_t per_page, block;   /* block: entries of a candidate block */
     int64_t candidate_blocks;  /* columns of candidates */
     int64_t published_blocks;  /* columns of published */
+    int64_t key_rows, page_count;
     int64_t quantise;          /* round the rotated query to MXFP4 */
     double weight_scale;
     const void* query;         /* [T, heads, dim], not rotated */
     const void* weight;        /* [T, heads] */
     const float* cos;          /* [T, pairs] */
     const float* sin;
-    const void* keys;          /* pool */
-    const int64_t* pages;      /* block table */
+    const void* keys;          /* [key_rows] records */
+    const int64_t* pages;      /* [page_count], the block table */
     const int64_t* base;       /* [T] */
     const int64_t* visible;    /* [T] */
     const int64_t* candidates; /* optional [T, candidate_blocks], ascending, then -1 */
@@ -280,14 +284,15 @@ typedef struct {
     int64_t window_record, entry_record;
     int64_t rows, heads, dim, pairs;
     int64_t window_width, entry_width;
+    int64_t window_rows, entry_rows;
     double scale;
     const void* query;         /* [T, heads, dim], not rotated */
     const float* cos;          /* [T, pairs] */
     const float* sin;
     const float* sink;         /* [heads] */
-    const void* window;        /* records */
+    const void* window;        /* [window_rows] records */
     const int64_t* window_index; /* [T, window_width] */
-    const void* entries;       /* optional pool */
+    const void* entries;       /* optional [entry_rows] records */
     const int64_t* entry_index;  /* [T, entry_width] */
     void* out;                 /* [T, heads, dim] */
     int64_t workspace_bytes;

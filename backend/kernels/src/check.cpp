@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.h"
 
+#include <cstdio>
+
 namespace cedar {
 namespace {
 
@@ -90,6 +92,7 @@ REQUIRE(a.kv && a.norm_weight && a.ring && a.table);
 REQUIRE(a.pairs == 0 || (a.cos && a.sin));
 REQUIRE(a.history_rows == 0 || a.history);
 REQUIRE(a.stores == 0 || a.store_to);
+REQUIRE(a.store_from || a.stores <= a.rows);
 CEDAR_END
 
 CEDAR_BEGIN(compress_store)
@@ -139,6 +142,49 @@ CEDAR_END
 
 // ---- what only a host may look at: the content of index tensors ----
 
+namespace {
+
+// Numbers in [least, end), least >= 0; negative ones too where they mean that there is nothing.
+struct Allowed {
+    int64_t least, end;
+    bool or_negative = false;
+
+    bool has(int64_t n) const { return n < 0 ? or_negative : n >= least && n < end; }
+};
+
+// Sign bits alone and no branch, so that a compiler vectorises it: a small part of what reading even one record costs.
+bool all_allowed(const int64_t* numbers, int64_t count, Allowed allowed) {
+    uint64_t wrong = 0, negative = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint64_t n = uint64_t(numbers[i]);
+        wrong |= ((n - uint64_t(allowed.least)) | (uint64_t(allowed.end) - 1 - n)) & ~n;
+        negative |= n;
+    }
+    return ((allowed.or_negative ? wrong : wrong | negative) >> 63) == 0;
+}
+
+// numbers: [count / columns, columns], named from number `first` on.
+int check_numbers(const char* name, const int64_t* numbers, int64_t count, Allowed allowed, int64_t columns = 1,
+                  int64_t first = 0) {
+    if (all_allowed(numbers, count, allowed)) return CEDAR_OK;
+    int64_t i = 0;
+    while (allowed.has(numbers[i])) ++i;
+    char place[48];
+    if (columns == 1)
+        std::snprintf(place, sizeof place, "%lld", (long long)(first + i));
+    else
+        std::snprintf(place, sizeof place, "%lld, %lld", (long long)(i / columns), (long long)(i % columns));
+    return fail(CEDAR_INVALID, "%s[%s] is %lld; allowed: at least %lld and less than %lld%s", name, place, (long long)numbers[i],
+                (long long)allowed.least, (long long)allowed.end, allowed.or_negative ? ", or negative" : "");
+}
+
+int64_t parts_of(int64_t n, int64_t size) { return n / size + (n % size != 0); }
+
+}  // namespace
+
+#define CHECK(...) \
+    if (const int status = check_numbers(__VA_ARGS__)) return status
+
 int check_cpu(const cedar_moe_fp4_args& a) {
     if (a.weight_type == CEDAR_MXFP4) return fail(CEDAR_UNSUPPORTED, "moe_fp4: packed E2M1 experts are for a GPU");
     for (int64_t i = 0; i < a.rows * a.top_k; ++i)
@@ -156,6 +202,42 @@ int check_cpu(const cedar_engram_gather_args& a) {
     return CEDAR_OK;
 }
 
+namespace {
+
+// Rows of one sequence, which are neighbours, share their pages: each is looked at once.
+int check_pages(const cedar_mqa_logits_topk_args& a) {
+    int64_t seen = 0;
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const int64_t pages = parts_of(a.visible[row], a.per_page), base = a.base[row];
+        if (base < 0 || base > a.page_count - pages)
+            return fail(CEDAR_INVALID,
+                        "mqa_logits_topk: base[%lld] is %lld and its row sees %lld pages; allowed: 0 to %lld, of %lld pages",
+                        (long long)row, (long long)base, (long long)pages, (long long)(a.page_count - pages),
+                        (long long)a.page_count);
+        if (row > 0 && base != a.base[row - 1]) seen = 0;
+        if (pages <= seen) continue;
+        CHECK("mqa_logits_topk: pages", a.pages + base + seen, pages - seen, {0, a.key_rows / a.per_page}, 1, base + seen);
+        seen = pages;
+    }
+    return CEDAR_OK;
+}
+
+// Ascending, so none twice: a row then cannot select more than it sees.
+int check_candidates(const cedar_mqa_logits_topk_args& a) {
+    const int64_t end = parts_of(a.max_visible, a.block);
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const int64_t* blocks = a.candidates + row * a.candidate_blocks;
+        for (int64_t n = 0, least = 0; n < a.candidate_blocks && blocks[n] >= 0; least = blocks[n++] + 1)
+            if (blocks[n] < least || blocks[n] >= end)
+                return fail(CEDAR_INVALID,
+                            "mqa_logits_topk: candidates[%lld, %lld] is %lld; allowed: at least %lld and less than %lld",
+                            (long long)row, (long long)n, (long long)blocks[n], (long long)least, (long long)end);
+    }
+    return CEDAR_OK;
+}
+
+}  // namespace
+
 int check_cpu(const cedar_mqa_logits_topk_args& a) {
     for (int64_t row = 0; row < a.rows; ++row) {
         const int64_t visible = a.visible[row], chosen = visible < a.top_k ? visible : a.top_k;
@@ -165,6 +247,33 @@ int check_cpu(const cedar_mqa_logits_topk_args& a) {
     }
     if (a.candidates != nullptr && a.width < a.top_k && a.width < a.max_visible)
         return fail(CEDAR_INVALID, "mqa_logits_topk: width %lld is less than top_k and than what rows see", (long long)a.width);
+    if (const int status = check_pages(a)) return status;
+    return a.candidates == nullptr ? int(CEDAR_OK) : check_candidates(a);
+}
+
+int check_cpu(const cedar_window_store_args& a) {
+    CHECK("window_store: history", a.history, a.history_rows, {0, a.ring_rows});
+    if (a.store_from != nullptr) CHECK("window_store: store_from", a.store_from, a.stores, {0, a.rows});
+    CHECK("window_store: store_to", a.store_to, a.stores, {1, a.ring_rows});
+    return CEDAR_OK;
+}
+
+int check_cpu(const cedar_compress_store_args& a) {
+    const int64_t pool_rows = a.kv_rows < a.index_rows ? a.kv_rows : a.index_rows;
+    CHECK("compress_store: slots", a.slots, a.groups, {1, pool_rows, true});
+    if (a.group_rows != nullptr) CHECK("compress_store: group_rows", a.group_rows, a.groups, {0, a.rows});
+    if (a.ratio == 1) return CEDAR_OK;
+    CHECK("compress_store: first", a.first, a.groups, {0, a.opens + a.rows});
+    CHECK("compress_store: open_from", a.open_from, a.opens, {0, a.open_slots});
+    CHECK("compress_store: open_rows", a.open_rows, a.leaves_open, {0, a.rows});
+    CHECK("compress_store: open_to", a.open_to, a.leaves_open, {0, a.open_slots, true});
+    return CEDAR_OK;
+}
+
+int check_cpu(const cedar_mega_attention_args& a) {
+    CHECK("mega_attention: window_index", a.window_index, a.rows * a.window_width, {0, a.window_rows}, a.window_width);
+    if (a.entries != nullptr)
+        CHECK("mega_attention: entry_index", a.entry_index, a.rows * a.entry_width, {0, a.entry_rows}, a.entry_width);
     return CEDAR_OK;
 }
 
@@ -174,9 +283,6 @@ CEDAR_NOTHING_MORE(mega_mhc)
 CEDAR_NOTHING_MORE(mega_gate)
 CEDAR_NOTHING_MORE(mxfp8_linear)
 CEDAR_NOTHING_MORE(wo_a)
-CEDAR_NOTHING_MORE(window_store)
-CEDAR_NOTHING_MORE(compress_store)
-CEDAR_NOTHING_MORE(mega_attention)
 CEDAR_NOTHING_MORE(engram_gate)
 
 }  // namespace cedar

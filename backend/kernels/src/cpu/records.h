@@ -40,10 +40,10 @@ inline float largest_magnitude(const float* x, int n) {
     return from_bits(largest);
 }
 
-// The smallest power of two not below amax / limit.
+// The smallest power of two not below amax / limit; infinity for infinity and NaN, whose exponent is UE8M0's NaN.
 inline float power_of_two_scale(float amax, float least, float inverse_limit) {
-    const float scale = (amax > least ? amax : least) * inverse_limit;
-    return from_bits((to_bits(scale) + 0x7fffff) & 0x7f800000);
+    const float scale = (amax < least ? least : amax) * inverse_limit;
+    return from_bits((smaller(to_bits(scale), 0x7f800000u) + 0x7fffff) & 0x7f800000);
 }
 
 inline float fp8_scale(const float* x) {
@@ -60,11 +60,15 @@ inline uint8_t nvfp4_scale(const float* x) {
     return encode_e4m3(scale > 448.0f ? 448.0f : scale);
 }
 
-// ---- groups ----
+inline bool is_finite(float scale) { return scale < from_bits(0x7f800000); }
+
+// ---- groups; that a value is no number is for the scale to say, not for a NaN's sign: its code is 0 ----
 
 inline void encode_fp8(const float* x, uint8_t* codes, uint8_t* scale) {
     const float s = fp8_scale(x);
     for (int i = 0; i < kMxGroup; ++i) codes[i] = encode_e4m3(x[i] / s);
+    if (!is_finite(s))
+        for (int i = 0; i < kMxGroup; ++i) codes[i] = x[i] / s == x[i] / s ? codes[i] : 0;
     *scale = uint8_t(to_bits(s) >> 23);
 }
 
@@ -73,8 +77,13 @@ inline void decode_fp8(const uint8_t* codes, uint8_t scale, float* out) {
     for (int i = 0; i < kMxGroup; i += kLanes) store(out + i, mul(load_e4m3(codes + i), s));
 }
 
-inline void encode_e2m1_pairs(const float* x, float scale, int n, uint8_t* packed) {
-    for (int i = 0; i < n / 2; ++i) packed[i] = uint8_t(encode_e2m1(x[2 * i] / scale) | encode_e2m1(x[2 * i + 1] / scale) << 4);
+template <int N>
+inline void encode_e2m1_pairs(const float* x, float scale, uint8_t* packed) {
+    float y[N];
+    for (int i = 0; i < N; ++i) y[i] = x[i] / scale;
+    if (!is_finite(scale))
+        for (int i = 0; i < N; ++i) y[i] = y[i] == y[i] ? y[i] : 0.0f;
+    for (int i = 0; i < N / 2; ++i) packed[i] = uint8_t(encode_e2m1(y[2 * i]) | encode_e2m1(y[2 * i + 1]) << 4);
 }
 
 // n: 16 or 32.
@@ -158,13 +167,13 @@ inline void encode_record(int64_t record, void* pool, int64_t row, int64_t dim, 
     } else if (record == CEDAR_RECORD_NVFP4) {
         for (int64_t g = 0; g < dim / kNvfp4Group; ++g) {
             scales[g] = nvfp4_scale(x + g * kNvfp4Group);
-            encode_e2m1_pairs(x + g * kNvfp4Group, decode_e4m3(scales[g]), kNvfp4Group, values + g * kNvfp4Group / 2);
+            encode_e2m1_pairs<kNvfp4Group>(x + g * kNvfp4Group, decode_e4m3(scales[g]), values + g * kNvfp4Group / 2);
         }
     } else {
         for (int64_t g = 0; g < dim / kMxGroup; ++g) {
             const float s = mxfp4_scale(x + g * kMxGroup);
             scales[g] = uint8_t(to_bits(s) >> 23);
-            encode_e2m1_pairs(x + g * kMxGroup, s, kMxGroup, values + g * kMxGroup / 2);
+            encode_e2m1_pairs<kMxGroup>(x + g * kMxGroup, s, values + g * kMxGroup / 2);
         }
     }
 }
