@@ -48,7 +48,8 @@ _CLASSES = {
 }
 _CODE_WORD = re.compile(rf"(?:^|\s)({'|'.join(_CLASSES)}): ")
 """Cedar's messages begin with a code word; Triton puts ``in ensemble '<name>', `` before it."""
-_NOT_NOW = re.compile(r"is not ready|no available versions|unknown model|stopping|stopped accepting", re.IGNORECASE)
+_NOT_LOADED = re.compile(r"is not ready|no available versions|unknown model", re.IGNORECASE)
+_STOPPING = re.compile(r"stopping|stopped accepting", re.IGNORECASE)
 _WRONG_INPUT = re.compile(
     r"unexpected (?:inference input|shape)|inference input '|input '[^']*' already exists|unable to find data"
 )
@@ -68,7 +69,10 @@ def from_message(message: str, key: str) -> CedarError:
             if text.startswith(theirs):
                 text = ours + text.removeprefix(theirs)
         return _CLASSES[word.group(1)](text, key)
-    if _NOT_NOW.search(message):
+    if _NOT_LOADED.search(message):
+        why = "the server still loads its model or brings it back: try again in a moment; unless it is not Cedar's"
+        return Unavailable(f"{why} ({message})", key)
+    if _STOPPING.search(message):
         return Unavailable(message, key)
     if _WRONG_INPUT.search(message):
         return InvalidArgument(message, key)
