@@ -93,7 +93,7 @@ class ModelRunner:
                 dtype,
                 act_quant=settings.act_quant,
                 fake_quant=settings.fake_quant,
-                weight_dtype=_weight_dtype(config, device, dtype, ops.native_ops),
+                weight_dtype=weights_kept_as(config, device, dtype, ops.native_ops),
             )
         load_weights(model, directory, progress)
         model.eval()
@@ -305,8 +305,8 @@ def _chunk(seq: ModelSequence, token_ids: Sequence[int], tasks: Sequence[Snapsho
     return Chunk(seq, token_ids, tuple((task.position, task.slot) for task in tasks if task.seq is seq))
 
 
-def _weight_dtype(config: ModelConfig, device: torch.device, dtype: torch.dtype, native_ops: set[str]) -> torch.dtype | None:
-    """How weights that the checkpoint quantises are kept: None means in the compute dtype, float8_e4m3fn as they are.
+def weights_kept_as(config: ModelConfig, device: torch.device, dtype: torch.dtype, native_ops: set[str]) -> torch.dtype | None:
+    """How weights that the checkpoint quantises are kept: None: in the compute dtype; float8_e4m3fn: as they are.
 
     The library reads narrower weights as they are; PyTorch would convert them in every product. A GPU's bodies are of bfloat16.
     """
