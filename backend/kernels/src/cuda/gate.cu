@@ -1,152 +1,239 @@
 // SPDX-License-Identifier: Apache-2.0
-// mega_gate in one launch. A cluster shares k for a tile of experts and 64 tokens; its blocks add each other's products and store
-// scores. Of the clusters that hold parts of a token's scores, the block that comes last chooses the token's experts.
-#include <cooperative_groups.h>
-
+// mega_gate in one launch. A cluster shares k for a tile of experts and of tokens: a block's share of both is on its way to shared
+// memory from the start. Experts are the rows of the matrix instruction (m16n8k16), tokens its columns. Each block adds up the
+// logits of some tokens over the cluster and stores their scores; of the blocks with scores of a token, the last to come chooses.
+//
+// A logit is the sum of the blocks' parts in their order, a part a chain over its k: for one dimension one order, whatever the
+// tiles, which depend on the number of rows.
 #include "bodies.h"
-#include "skinny.cuh"
+#include "gate_many.cuh"
+
+#ifndef CEDAR_GATE_LARGE
+#define CEDAR_GATE_LARGE 256 // with more rows, the largest tiles
+#endif
+#ifndef CEDAR_GATE_MANY
+#define CEDAR_GATE_MANY 2048 // from so many rows on, the instruction of warp groups, which adds in an order of its own
+#endif
 
 namespace cedar::cuda {
 namespace {
 
-namespace cg = cooperative_groups;
-
-constexpr int kMostExperts = 512, kScoresPerLane = kMostExperts / kWarp, kMostK = 32;
-constexpr int kTileExperts = 16 * kRowWarps;  // one row tile a warp: as many blocks as there are SMs
+constexpr int kMostBlocks = 16, kBlockK = 32;       // k of a lane's 16 bytes and its three neighbours'
+constexpr int kCopyGroups = 5, kRowThreads = 8;     // parts of k that are waited for in turn; threads that copy a row
+constexpr int kRowPadding = 64;                     // bytes: two rows' 64 bytes then lie in different banks
+constexpr int kMostShared = 227 * 1024;
+constexpr int kRelease = 5120;                      // the release's hidden, for which everything is a constant
 
 struct Gate {
     cedar_mega_gate_args a;
-    Bf16Weight weight;
-    float* scores;       // [T, experts]
+    float* scores;       // [T, score_stride]
     unsigned* arrivals;  // [token tiles, blocks of a cluster], zero before and after
+    int64_t score_stride;
+    int blocks;          // of a cluster
 };
 
-// A float's bits as an unsigned number in the same order; equal zeros, and an order for NaNs.
-__device__ inline uint32_t ordered(float x) {
-    const uint32_t bits = __float_as_uint(x + 0.0f);
-    return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
+// How many have arrived before. What the block's threads wrote before its barrier is visible to the block that is last.
+__device__ inline unsigned count_arrival(unsigned* arrivals) {
+    unsigned before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    return before;
 }
 
-// One warp chooses the experts of one token: top_k rounds of the best key of all lanes, ties to the lowest expert.
-__device__ void choose(const Gate& gate, int64_t token, int lane) {
-    const cedar_mega_gate_args& a = gate.a;
-    const float* bias = a.image != nullptr && a.image[token] != 0 ? a.image_bias : a.bias;
-    float score[kScoresPerLane];
-    uint32_t key[kScoresPerLane];  // 0: taken, or no such expert
-#pragma unroll
-    for (int i = 0; i < kScoresPerLane; ++i) {
-        const int e = i * kWarp + lane;
-        score[i] = e < a.experts ? __ldcg(gate.scores + token * a.experts + e) : 0.0f;
-        key[i] = e < a.experts ? max(ordered(score[i] + bias[e]), 1u) : 0u;
+// A warp has EM * 16 experts and NT * 8 tokens, a block EW x NW warps.
+template <int EM, int EW, int NT, int NW>
+struct Tile {
+    static constexpr int kExperts = EM * EW * 16, kTokens = NT * NW * 8, kThreads = EW * NW * kWarp;
+    static constexpr int kFoldStride = kExperts + 4;  // floats of a token's logits: 2 tokens further is 8 banks further
+    static int64_t shared(int64_t length) {
+        const int64_t staged = (kExperts + kTokens) * (length * int64_t(sizeof(Bf16)) + kRowPadding);
+        const int64_t folded = kTokens * kFoldStride * int64_t(sizeof(float));
+        return staged > folded ? staged : folded;
     }
-    float chosen = 0.0f, total = 0.0f;  // lane k holds the k-th weight
-    for (int k = 0; k < a.top_k; ++k) {
-        uint64_t best = 0;  // the key, then the lower expert
-#pragma unroll
-        for (int i = 0; i < kScoresPerLane; ++i) {
-            const uint64_t mine = uint64_t(key[i]) << 32 | uint32_t(~(i * kWarp + lane));
-            best = key[i] != 0 && mine > best ? mine : best;
-        }
-        for (int step = kWarp / 2; step > 0; step /= 2) {
-            const uint64_t other = __shfl_xor_sync(kAllLanes, best, step);
-            best = other > best ? other : best;
-        }
-        const int expert = int(~uint32_t(best));
-        float weight = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kScoresPerLane; ++i)
-            if (i * kWarp + lane == expert) {
-                weight = score[i];
-                key[i] = 0;
-            }
-        weight = __shfl_sync(kAllLanes, weight, expert % kWarp);
-        total += weight;
-        if (lane == k) chosen = weight;
-        if (lane == 0) a.ids[token * a.top_k + k] = expert;
-    }
-    if (lane < a.top_k) a.weights[token * a.top_k + lane] = chosen / (total + 1e-20f) * float(a.scaling);
-}
+};
 
-template <int NT>
-__global__ void __launch_bounds__(kSkinnyThreads) route(const Gate gate) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ bool is_last;
-    const cedar_mega_gate_args& a = gate.a;
-    const cg::cluster_group cluster = cg::this_cluster();
-    const int blocks = int(cluster.num_blocks()), rank = int(cluster.block_rank());
-    const int length = int(a.hidden) / blocks, chunk = skinny_chunk<NT>(length);
-    Bf16* staged = reinterpret_cast<Bf16*>(memory);
-    float* partials = reinterpret_cast<float*>(memory + size_t(NT) * 8 * (chunk + kTokenPadding) * sizeof(Bf16));
-    const int64_t first_expert = int64_t(blockIdx.x) / blocks * kTileExperts, first_token = int64_t(blockIdx.y) * NT * 8;
-    const int tokens = int(a.rows - first_token < NT * 8 ? a.rows - first_token : NT * 8);
-    skinny_block<1, NT>(gate.weight, first_expert, a.experts, static_cast<const Bf16*>(a.x) + first_token * a.hidden, a.hidden, tokens,
-                        int64_t(rank) * length, length, chunk, staged, partials);
-    // fold this block's partial sums, then every block adds up the tokens that are its own
-    float* sums = reinterpret_cast<float*>(memory);  // [tile][8 NT], over the staged tokens
-    for (int i = threadIdx.x; i < kTileExperts * NT * 8; i += kSkinnyThreads)
-        sums[i] = skinny_sum<1, NT>(partials, i / (NT * 8), i % (NT * 8));
-    cluster.sync();
-    for (int i = threadIdx.x; i < kTileExperts * NT * 8; i += kSkinnyThreads) {
-        const int e = i % kTileExperts, token = i / kTileExperts;
-        if (token % blocks != rank || token >= tokens || first_expert + e >= a.experts) continue;
-        float logit = 0.0f;
-        for (int block = 0; block < blocks; ++block) logit += cluster.map_shared_rank(sums, block)[e * NT * 8 + token];
-        const float softplus = logit > 20.0f ? logit : log1pf(expf(logit));
-        __stcg(gate.scores + (first_token + token) * a.experts + first_expert + e, sqrtf(softplus));
-    }
-    __threadfence();
-    cluster.sync();
-    if (threadIdx.x == 0) {
-        unsigned* arrivals = gate.arrivals + int64_t(blockIdx.y) * blocks + rank;
-        const unsigned clusters = gridDim.x / unsigned(blocks);
-        is_last = atomicAdd(arrivals, 1u) == clusters - 1;
-        if (is_last) *arrivals = 0;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    for (int token = rank + warp * blocks; token < tokens; token += kSkinnyThreads / kWarp * blocks) choose(gate, first_token + token, lane);
-}
-
-// As many blocks as share k evenly in whole blocks of the weight.
-int cluster_of(int64_t hidden) {
-    int blocks = 8;
-    while (blocks > 1 && hidden % (int64_t(blocks) * Bf16Weight::kBlock) != 0) blocks /= 2;
+// As many blocks as share k evenly in whole blocks of k.
+__host__ __device__ constexpr int cluster_of(int64_t hidden) {
+    int blocks = kMostBlocks;
+    while (blocks > 1 && hidden % (int64_t(blocks) * kBlockK) != 0) blocks /= 2;
     return blocks;
 }
 
-template <int NT>
-cudaError_t run(const Gate& gate, void* stream) {
+// kHidden: 0 where only the call knows it.
+template <int EM, int EW, int NT, int NW, int kHidden>
+__global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
+    using T = Tile<EM, EW, NT, NW>;
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ bool is_last;
     const cedar_mega_gate_args& a = gate.a;
-    const int blocks = cluster_of(a.hidden);
-    const dim3 grid(unsigned((a.experts + kTileExperts - 1) / kTileExperts * blocks), unsigned((a.rows + NT * 8 - 1) / (NT * 8)));
-    size_t shared = skinny_shared<1, NT>(a.hidden / blocks);
-    const size_t folded = size_t(kTileExperts) * NT * 8 * sizeof(float);
-    shared = shared > folded ? shared : folded;
-    return launch(route<NT>, grid, kSkinnyThreads, shared, blocks, stream, gate);
+    const int blocks = kHidden > 0 ? cluster_of(kHidden) : gate.blocks, hidden = kHidden > 0 ? kHidden : int(a.hidden);
+    const int rank = int(blockIdx.x) % blocks, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int group = lane / 4, quad = lane % 4;
+    const int64_t first_expert = int64_t(blockIdx.x) / blocks * T::kExperts, first_token = int64_t(blockIdx.y) * T::kTokens;
+    const int tokens = int(a.rows - first_token < T::kTokens ? a.rows - first_token : T::kTokens);
+    const int length = hidden / blocks, stride = length * int(sizeof(Bf16)) + kRowPadding;
+    const int k_blocks = length / kBlockK, k_each = (k_blocks + kCopyGroups - 1) / kCopyGroups;
+
+    // Rows: the experts, of which one behind the last is the last, then the tokens, of which one behind the last is not copied.
+    constexpr int kAtOnce = T::kThreads / kRowThreads, kPasses = (T::kExperts + T::kTokens) / kAtOnce;
+    static_assert(T::kExperts % kAtOnce == 0 && T::kTokens % kAtOnce == 0);
+    const int row = threadIdx.x / kRowThreads, chunks = k_blocks * 4, chunks_each = k_each * 4;
+    const Bf16* from[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int of_tile = row + pass * kAtOnce;
+        const int64_t expert = first_expert + of_tile < a.experts ? first_expert + of_tile : a.experts - 1;
+        from[pass] = (pass * kAtOnce < T::kExperts ? static_cast<const Bf16*>(a.weight) + expert * hidden
+                                                   : static_cast<const Bf16*>(a.x) + (first_token + of_tile - T::kExperts) * hidden) +
+                     rank * length;
+    }
+#pragma unroll
+    for (int part = 0; part < kCopyGroups; ++part) {
+        const int end = min((part + 1) * chunks_each, chunks);
+#pragma unroll 1
+        for (int chunk = part * chunks_each + threadIdx.x % kRowThreads; chunk < end; chunk += kRowThreads) {
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass)
+                if (pass * kAtOnce < T::kExperts || row + pass * kAtOnce < T::kExperts + tokens)
+                    copy_16(memory + (row + pass * kAtOnce) * stride + chunk * 16, from[pass] + chunk * 8);
+        }
+        close_copies();
+    }
+
+    const int first_chosen = rank + warp * blocks;  // the warp's, should the block choose
+    const float* bias = bias_of(a, first_token + min(first_chosen, tokens - 1));
+
+    const int expert = warp / NW * EM * 16, token = warp % NW * NT * 8, columns = min(NT, (tokens - token + 7) / 8);
+    const unsigned char* experts_at = memory + (expert + group) * stride + quad * 16;
+    const unsigned char* tokens_at = memory + (T::kExperts + token + group) * stride + quad * 16;
+    float c[EM][NT][4] = {};
+    const auto multiply = [&](int part) {
+        __syncthreads();
+#pragma unroll 1
+        for (int block = part * k_each; block < min((part + 1) * k_each, k_blocks); ++block) {
+            uint4 low[EM], high[EM];
+#pragma unroll
+            for (int m = 0; m < EM; ++m) {
+                low[m] = *reinterpret_cast<const uint4*>(experts_at + m * 16 * stride + block * 64);
+                high[m] = *reinterpret_cast<const uint4*>(experts_at + (m * 16 + 8) * stride + block * 64);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                if (n >= columns) break;
+                const uint4 b = *reinterpret_cast<const uint4*>(tokens_at + n * 8 * stride + block * 64);
+#pragma unroll
+                for (int m = 0; m < EM; ++m) multiply_bf16(c[m][n], low[m].x, high[m].x, low[m].y, high[m].y, b.x, b.y);
+#pragma unroll
+                for (int m = 0; m < EM; ++m) multiply_bf16(c[m][n], low[m].z, high[m].z, low[m].w, high[m].w, b.z, b.w);
+            }
+        }
+    };
+    await_copies<4>(), multiply(0);
+    await_copies<3>(), multiply(1);
+    await_copies<2>(), multiply(2);
+    await_copies<1>(), multiply(3);
+    await_copies<0>(), multiply(4);
+    __syncthreads();  // over what was staged
+
+    float* folded = reinterpret_cast<float*>(memory);  // [token][expert]
+#pragma unroll
+    for (int m = 0; m < EM; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                folded[(token + n * 8 + quad * 2 + i % 2) * T::kFoldStride + expert + m * 16 + group + i / 2 * 8] = c[m][n][i];
+    __syncwarp();
+    publish_to_cluster();
+    await_cluster();
+    constexpr int kFours = T::kExperts / 4;
+    for (int item = threadIdx.x;; item += T::kThreads) {
+        const int t = rank + item / kFours * blocks, e = item % kFours * 4;
+        if (t >= tokens) break;
+        const uint32_t mine = shared_address(folded + t * T::kFoldStride + e);
+        float4 parts[kMostBlocks];
+#pragma unroll
+        for (int block = 0; block < kMostBlocks; ++block)
+            if (block < blocks) parts[block] = load_from(address_in(mine, block));
+        float4 sum = {};
+#pragma unroll
+        for (int block = 0; block < kMostBlocks; ++block)
+            if (block < blocks) sum.x += parts[block].x, sum.y += parts[block].y, sum.z += parts[block].z, sum.w += parts[block].w;
+        sum = make_float4(score_of(sum.x), score_of(sum.y), score_of(sum.z), score_of(sum.w));
+        if (first_expert + e < a.experts)
+            __stcg(reinterpret_cast<float4*>(gate.scores + (first_token + t) * gate.score_stride + first_expert + e), sum);
+    }
+    __syncthreads();
+    arrive_at_cluster();  // it has read the others' memory
+    if (threadIdx.x == 0) {
+        unsigned* arrivals = gate.arrivals + int64_t(blockIdx.y) * blocks + rank;
+        is_last = count_arrival(arrivals) == gridDim.x / unsigned(blocks) - 1;
+        if (is_last) *arrivals = 0;
+    }
+    __syncthreads();
+    if (is_last)
+        for (int t = first_chosen; t < tokens; t += EW * NW * blocks) {
+            const float* scores = gate.scores + (first_token + t) * gate.score_stride;
+            const auto score = [&](int e) { return __ldcg(scores + e); };
+            if (t != first_chosen) bias = bias_of(a, first_token + t);
+            if (a.experts <= 384)
+                choose<12>(a, first_token + t, bias, score, lane);
+            else
+                choose<kMostExperts / kWarp>(a, first_token + t, bias, score, lane);
+        }
+    __syncwarp();
+    await_cluster();
 }
 
-int64_t scores_bytes(const cedar_mega_gate_args& a) { return a.rows * a.experts * int64_t(sizeof(float)); }
+template <int EM, int EW, int NT, int NW, int kHidden>
+int run(const Gate& all, void* stream) {
+    using T = Tile<EM, EW, NT, NW>;
+    const auto kernel = route<EM, EW, NT, NW, kHidden>;
+    const int64_t shared = T::shared(all.a.hidden / all.blocks);
+    const int64_t most_rows = CEDAR_COUNTER_BYTES / int64_t(sizeof(unsigned)) / all.blocks * T::kTokens;  // for which there are counters
+    cudaError_t error = cudaSuccess;
+    if (all.blocks > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    const unsigned width = unsigned((all.a.experts + T::kExperts - 1) / T::kExperts * all.blocks);
+    for (int64_t first = 0; first < all.a.rows && error == cudaSuccess; first += most_rows) {
+        Gate gate = all;
+        cedar_mega_gate_args& a = gate.a;
+        a.rows = a.rows - first < most_rows ? a.rows - first : most_rows;
+        a.x = static_cast<const Bf16*>(a.x) + first * a.hidden;
+        if (a.image != nullptr) a.image += first;
+        a.ids += first * a.top_k;
+        a.weights += first * a.top_k;
+        gate.scores += first * gate.score_stride;
+        const dim3 grid(width, unsigned((a.rows + T::kTokens - 1) / T::kTokens));
+        error = launch(kernel, grid, T::kThreads, size_t(shared), all.blocks, stream, gate);
+    }
+    return finish("mega_gate", error);
+}
+
+int64_t score_stride(const cedar_mega_gate_args& a) { return (a.experts + 3) / 4 * 4; }
 
 }  // namespace
 
-int64_t mega_gate_workspace(const cedar_mega_gate_args& a) { return CEDAR_COUNTER_BYTES + scores_bytes(a); }
+int64_t mega_gate_workspace(const cedar_mega_gate_args& a) {
+    return CEDAR_COUNTER_BYTES + a.rows * score_stride(a) * int64_t(sizeof(float));
+}
 
 int mega_gate(const cedar_mega_gate_args& a, void* stream) {
-    if (a.type != CEDAR_BF16 || a.weight_type != CEDAR_BF16 || a.hidden % Bf16Weight::kBlock != 0 || a.experts > kMostExperts || a.top_k > kMostK)
+    if (a.type != CEDAR_BF16 || a.weight_type != CEDAR_BF16 || a.hidden % kBlockK != 0 || a.experts > kMostExperts || a.top_k > kMostK)
         return fail(CEDAR_UNSUPPORTED, "mega_gate: on a GPU bf16, hidden a multiple of 32, at most %d experts and %d chosen", kMostExperts, kMostK);
-    const int64_t tiles = (a.rows + kMostTokens - 1) / kMostTokens;
-    if (tiles * 8 * int64_t(sizeof(unsigned)) > CEDAR_COUNTER_BYTES)
-        return fail(CEDAR_UNSUPPORTED, "mega_gate: %lld rows on a GPU", (long long)a.rows);
     if (a.workspace_bytes < mega_gate_workspace(a)) return fail(CEDAR_WORKSPACE, "mega_gate: workspace has %lld bytes", (long long)a.workspace_bytes);
     char* workspace = static_cast<char*>(a.workspace);
-    const Gate gate{a, {static_cast<const Bf16*>(a.weight), a.hidden}, reinterpret_cast<float*>(workspace + CEDAR_COUNTER_BYTES),
-                    reinterpret_cast<unsigned*>(workspace)};
-    if (a.rows <= 8) return finish("mega_gate", run<1>(gate, stream));
-    if (a.rows <= 16) return finish("mega_gate", run<2>(gate, stream));
-    if (a.rows <= 32) return finish("mega_gate", run<4>(gate, stream));
-    return finish("mega_gate", run<8>(gate, stream));
+    const Gate gate{a, reinterpret_cast<float*>(workspace + CEDAR_COUNTER_BYTES), reinterpret_cast<unsigned*>(workspace), score_stride(a),
+                    cluster_of(a.hidden)};
+    if (a.rows >= CEDAR_GATE_MANY && fits_many(a)) return finish("mega_gate", run_many(a, stream));
+    if (a.hidden == kRelease) {
+        if (a.rows > CEDAR_GATE_LARGE) return run<3, 4, 4, 4, kRelease>(gate, stream);
+        if (a.rows > 64) return run<3, 2, 4, 2, kRelease>(gate, stream);
+        if (a.rows > 32) return run<1, 2, 8, 1, kRelease>(gate, stream);
+        if (a.rows > 16) return run<1, 2, 4, 1, kRelease>(gate, stream);
+        return a.rows > 8 ? run<1, 2, 2, 1, kRelease>(gate, stream) : run<1, 2, 1, 1, kRelease>(gate, stream);
+    }
+    if (a.rows <= 8 && Tile<1, 2, 1, 1>::shared(a.hidden / gate.blocks) <= kMostShared) return run<1, 2, 1, 1, 0>(gate, stream);
+    if (a.rows > 8 && Tile<1, 2, 8, 1>::shared(a.hidden / gate.blocks) <= kMostShared) return run<1, 2, 8, 1, 0>(gate, stream);
+    return fail(CEDAR_UNSUPPORTED, "mega_gate: hidden %lld on a GPU", (long long)a.hidden);
 }
 
 }  // namespace cedar::cuda

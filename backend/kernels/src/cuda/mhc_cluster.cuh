@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums over a cluster's blocks without a barrier of the cluster: every block stores its parts into the memory of the block that
+// adds them, and each store announces its bytes to a barrier there.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cedar::cuda {
+
+__device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// The same place in the memory of block `rank` of the cluster.
+__device__ inline uint32_t address_in(uint32_t address, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ inline void start_barrier(uint64_t* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Before the cluster's first barrier: the others see what start_barrier did.
+__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// The phase ends when this many bytes have come, before or after this call.
+__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ inline void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Until the barrier's phase of this number has ended; what was stored for it is visible.
+__device__ inline void await_phase(uint64_t* barrier, int phase) {
+    asm volatile(
+        "{\n.reg .pred p;\nwait:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra done;\nbra wait;\ndone:\n}\n" ::"r"(shared_address(barrier)),
+        "r"(phase & 1)
+        : "memory");
+}
+
+// 16 bytes to a place in a block's memory, announced to a barrier of that block; both as address_in gives them.
+__device__ inline void send(uint32_t to, uint32_t barrier, float4 x) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(x.x), "f"(x.y),
+                 "f"(x.z), "f"(x.w), "r"(barrier)
+                 : "memory");
+}
+
+// From a place as address_in gives it, after a barrier of the cluster.
+__device__ inline float4 load_from(uint32_t from) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
+    return x;
+}
+
+__device__ inline float load_one_from(uint32_t from) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+    return x;
+}
+
+// A copy of 16 bytes, or zeros in their place; `global` can be read either way.
+__device__ inline void copy_16_or_zero(void* shared, const void* global, bool copied) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(copied ? 16 : 0) : "memory");
+}
+
+// The barrier of the cluster, in two halves. publish_to_cluster: what the thread wrote is visible behind the others' wait.
+__device__ inline void publish_to_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// In one piece: the compiler would store the components of an assigned uint4 one by one.
+__device__ inline void store_16(void* to, uint4 x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+// A barrier of some of a block's warps.
+__device__ inline void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+}  // namespace cedar::cuda
