@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BF16 = torch.bfloat16
 RELEASE, SMALL = (64, 512, 32), (4, 128, 32)
 POOL = 3000
+MANY = 900
+"""Rows that Hopper's blocks take one after another, several each."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,39 @@ def case(
 def test_the_output_differs_from_the_formula(rows: int, sizes: tuple[int, int, int], widths: tuple[int, ...]) -> None:
     x = case(rows, sizes, widths)
     assert_close(x.run(), x.expected(), 8e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "widths"),
+    [
+        (RELEASE, (128, 512)),
+        (RELEASE, (128,)),
+        (RELEASE, (5, 1)),
+        (SMALL, (128, 128)),
+        ((70, 512, 16), (64, 100)),
+        ((1, 512, 1), (128, 9)),
+    ],
+)
+def test_a_block_of_many_rows_mixes_them(sizes: tuple[int, int, int], widths: tuple[int, ...]) -> None:
+    x = case(MANY, sizes, widths)
+    for index in x.indices:
+        index[::5] = 0  # between rows with keys, rows without
+    out = x.run()
+    assert_close(out, x.expected(), 8e-3)
+    order = torch.randperm(MANY, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    indices = tuple(index[order] for index in x.indices)
+    assert torch.equal(replace(x, query=x.query[order], angle=x.angle[order], indices=indices).run(), out[order])
+    for _ in range(5):
+        assert torch.equal(x.run(), out)
+
+
+def test_a_nan_spreads_to_other_rows_of_many() -> None:
+    x = case(MANY, RELEASE, (128, 512))
+
+    def poison() -> None:
+        x.query[300] = torch.nan
+
+    assert_nan_stays(lambda: [x.run()], poison, 300)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 10.0, 100.0])

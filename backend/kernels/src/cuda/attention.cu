@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// mega_attention in one launch. A cluster of two blocks takes a row and 64 of its heads, which are the rows of the matrix
-// instructions: every key is read once a block. The row's tiles of 64 keys that hold any are dealt out to the two blocks in turn.
+// mega_attention in one launch. A cluster of blocks takes a row and 64 of its heads, which are the rows of the matrix
+// instructions: every key is read once. The row's tiles of 64 keys that hold any are dealt out to the cluster's blocks in turn.
+// Where rows are very many, a block takes all tiles of a row, and one row after another.
 //
-// In a block, one warpgroup decodes records into bf16 tiles in shared memory, which hold the keys and, read the other way, the
-// values. Two warpgroups each own half of the dimensions: their halves of the scores' sums are exchanged through shared memory,
-// so that both have all scores and the same maxima, and their probabilities never leave registers. At the end block r gets the
-// other block's sums of half r of the dimensions and finishes those. A row's sums thus depend on its own keys alone: not on other
-// rows, nor on masked columns.
+// In a block, two warpgroups decode records into bf16 tiles in shared memory, which hold the keys and, read the other way, the
+// values. Two others each own half of the dimensions: their halves of the scores' sums are exchanged through shared memory, so
+// that both have all scores and the same maxima, and their probabilities never leave registers. At the end block r of a cluster
+// gets the other blocks' sums of the r'th part of the dimensions and finishes those. A row's sums thus depend on its own keys
+// alone: not on other rows but for whether they are very many, nor on masked columns.
+#include <algorithm>
+
 #include "attention_reader.cuh"
 #include "attention_writer.cuh"
 #include "bodies.h"
@@ -14,15 +17,14 @@
 namespace cedar::cuda {
 namespace attention {
 
-template <int D>
-__global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention_args a) {
+constexpr int kParts = 2;              // blocks of a cluster
+constexpr int64_t kClusterRows = 640;  // with more rows, one block a row keeps all multiprocessors busy
+
+template <int D, int Parts>
+__global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention_args a, int units) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     Memory<D>& memory = *reinterpret_cast<Memory<D>*>(bytes);
     static_assert(sizeof(Memory<D>) <= 227 * 1024, "what a block of sm_90 may have");
-    const unsigned rank = blockIdx.x % 2;
-    const int64_t row = blockIdx.x / 2;
-    const int first_head = int(blockIdx.y) * kHeads;
-    const Tiles tiles(a);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             make_barrier(&memory.full[stage], kWriterWarps);
@@ -30,25 +32,34 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    deal_tiles<D>(a, tiles, row, rank, memory);
-    const int windows = memory.windows;
-    const int count = __shfl_sync(kAllLanes, memory.count, 0);  // the same in all lanes, which the compiler cannot see
+    __syncthreads();
+    const unsigned rank = blockIdx.x % Parts;
+    const int first = int(blockIdx.x) / Parts, step = int(gridDim.x) / Parts;
     if (threadIdx.x >= kReaderThreads) {
         give_registers<kWriterRegisters>();
-        write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, 0, windows, memory);
-        write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, windows, count, memory);
-        meet_cluster();
-        meet_cluster();
+        write_rows<D, Parts>(a, rank, first, units, step, memory);
+        if constexpr (Parts > 1) {  // the readers' two
+            meet_cluster();
+            meet_cluster();
+        }
     } else {
         take_registers<kReaderRegisters>();
-        read_tiles<D>(a, row, first_head, rank, count, memory);
+        read_rows<D, Parts>(a, rank, first, units, step, memory);
     }
 }
 
 template <int D>
 cudaError_t run(const cedar_mega_attention_args& a, void* stream) {
-    const dim3 grid{unsigned(a.rows * 2), unsigned((a.heads + kHeads - 1) / kHeads)};
-    return launch(attend<D>, grid, kThreads, sizeof(Memory<D>), 2, stream, a);
+    const int64_t units = a.rows * ((a.heads + kHeads - 1) / kHeads);
+    constexpr size_t kShared = sizeof(Memory<D>);
+    if (a.rows <= kClusterRows)
+        return launch(attend<D, kParts>, dim3(unsigned(units * kParts)), kThreads, kShared, kParts, stream, a, int(units));
+    int device = 0, processors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    const dim3 grid{unsigned(std::min<int64_t>(units, processors))};
+    return launch(attend<D, 1>, grid, kThreads, kShared, 1, stream, a, int(units));
 }
 
 }  // namespace attention

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warpgroups of an attention block share: its shared memory, barriers, and which tiles of keys are the block's.
+// What the warpgroups of an attention block share: its shared memory, barriers, and how a row's keys are cut into tiles.
 #pragma once
 
 #include "attention_tiles.cuh"
 
 namespace cedar::cuda::attention {
 
-constexpr int kGroupThreads = 128, kReaders = 2, kThreads = kGroupThreads * (kReaders + 1), kReaderThreads = kGroupThreads * kReaders;
+constexpr int kGroupThreads = 128, kReaders = 2, kWriters = 2;  // warpgroups
+constexpr int kReaderThreads = kGroupThreads * kReaders, kWriterThreads = kGroupThreads * kWriters;
+constexpr int kThreads = kReaderThreads + kWriterThreads;
 constexpr int kHeads = kTileRows, kStages = 2, kMostTiles = 128;
-constexpr int kWriterWarps = kGroupThreads / kWarp, kWarpKeys = kTileRows / kWriterWarps, kBatch = 8;
+constexpr int kWriterWarps = kWriterThreads / kWarp, kWarpKeys = kTileRows / kWriterWarps;
+constexpr int kReaderBarrier = 1, kPairBarrier = 2, kWriterBarrier = 6;  // kPairBarrier + w: warps w of the two reading warpgroups
 constexpr float kShrunk = 256.0f;  // tiles hold values / 256: every scale of a record then has a bf16 factor
-constexpr int kReaderRegisters = 208, kWriterRegisters = 88;
+constexpr int kReaderRegisters = 208, kWriterRegisters = 48;
 
 // ---- barriers ----
 
@@ -53,19 +56,38 @@ __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.alig
 template <int Registers>
 __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers)); }
 
+// Memory that somebody reads soon is asked to come to L2. What a copy of whole 16 bytes misses at an end is merely late.
+__device__ inline void prefetch_bytes(const void* p, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(reinterpret_cast<uint64_t>(p) & ~uint64_t(15)), "r"(bytes & ~15u));
+}
+
 // ---- shared memory ----
 
 template <int D>
 struct Memory {
     static constexpr int kChunks = D / kChunkDims, kTileBytes = kChunks * kChunkBytes;
     alignas(1024) uint8_t query[kTileBytes];
-    alignas(1024) uint8_t keys[kStages][kTileBytes];  // at the end, the other block's sums
-    float4 exchange[kReaders][8][kGroupThreads];      // at the end, the first part: the other block's references and their sums
+    alignas(1024) uint8_t keys[kStages][kTileBytes];  // at the end, the sums of the cluster's blocks
+    float4 exchange[kReaders][8][kGroupThreads];      // at the end, references and the sums of probabilities
+    float2 turns[4 + D / 2];                          // the row's cosines and sines from the fifth on: units of 4 pairs may begin earlier
     uint64_t full[kStages], empty[kStages];
-    uint16_t valid[kStages][kWriterWarps];            // a bit per key
-    uint32_t active[kMostTiles / 32];                 // a bit per tile with keys
-    uint8_t tiles[kMostTiles / 2];                    // the block's, and how many they are: of window records, and in all
-    int windows, count;
+    uint8_t valid[kStages][kWriterWarps];             // a bit per key
+    uint32_t state[kStages];                          // kTile, kLast
+    uint8_t some[2][kMostTiles];                      // of rows in turn: tiles with keys
+};
+
+// Of a stage: it holds a tile, which it does not for a row without keys; it is the row's last.
+constexpr uint32_t kTile = 1, kLast = 2;
+
+// A row and 64 of its heads.
+struct Unit {
+    __device__ Unit(const cedar_mega_attention_args& a, int unit) {
+        const int groups = (int(a.heads) + kHeads - 1) / kHeads;
+        row = unit / groups;
+        first_head = unit % groups * kHeads;
+    }
+    int64_t row;
+    int first_head;
 };
 
 // Tiles of window records come first, then those of entries.
@@ -83,36 +105,6 @@ __device__ inline int64_t index_at(const cedar_mega_attention_args& a, const Til
     const bool entry = tile >= tiles.window;
     const int64_t column = int64_t(entry ? tile - tiles.window : tile) * kTileRows + key, width = entry ? a.entry_width : a.window_width;
     return column < width ? __ldg((entry ? a.entry_index : a.window_index) + row * width + column) : 0;
-}
-
-// The block's tiles: of those with keys, every second. All threads, none of which has passed this before.
-template <int D>
-__device__ void deal_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, unsigned rank, Memory<D>& memory) {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    if (threadIdx.x < kMostTiles / 32) memory.active[threadIdx.x] = 0;
-    __syncthreads();
-    for (int tile = warp; tile < tiles.all; tile += kThreads / kWarp) {
-        const bool some = index_at(a, tiles, row, tile, lane) != 0 || index_at(a, tiles, row, tile, lane + kWarp) != 0;
-        if (__any_sync(kAllLanes, some) && lane == 0) atomicOr(&memory.active[tile / 32], 1u << tile % 32);
-    }
-    __syncthreads();
-    unsigned before = 0, windows = 0;  // tiles with keys: before this thread's, and of the window
-    bool mine = false;
-    for (int word = 0; word < kMostTiles / 32; ++word) {
-        const uint32_t bits = memory.active[word];
-        const auto below = [&](int tile) {
-            return tile >= (word + 1) * 32 ? bits : tile <= word * 32 ? 0 : bits & ((1u << tile % 32) - 1);
-        };
-        before += __popc(below(int(threadIdx.x)));
-        windows += __popc(below(tiles.window));
-        if (int(threadIdx.x) / 32 == word) mine = bits >> threadIdx.x % 32 & 1;
-    }
-    if (mine && before % 2 == rank) memory.tiles[before / 2] = uint8_t(threadIdx.x);
-    if (threadIdx.x == kMostTiles) {  // which is behind all of them
-        memory.windows = int(windows + 1 - rank) / 2;
-        memory.count = int(before + 1 - rank) / 2;
-    }
-    __syncthreads();
 }
 
 }  // namespace cedar::cuda::attention

@@ -4,61 +4,11 @@
 
 #include <cooperative_groups.h>
 
-#include "attention_block.cuh"
+#include "attention_query.cuh"
 
 namespace cedar::cuda::attention {
 
 namespace cg = cooperative_groups;
-
-// The pair of dimensions that starts at dim, rotated; direction -1 undoes it.
-__device__ inline float2 rotate_pair(const cedar_mega_attention_args& a, int64_t row, int dim, float direction, float2 x) {
-    const int64_t angle = row * a.pairs + (dim - int(a.dim - 2 * a.pairs)) / 2;
-    const float c = __ldg(a.cos + angle), s = direction * __ldg(a.sin + angle);
-    return make_float2(__fsub_rn(__fmul_rn(x.x, c), __fmul_rn(x.y, s)), __fadd_rn(__fmul_rn(x.x, s), __fmul_rn(x.y, c)));
-}
-
-// 8 dimensions from dim on, some of which are rotary.
-__device__ inline void rotate_unit(const cedar_mega_attention_args& a, int64_t row, int dim, uint4& unit) {
-    uint32_t* words = &unit.x;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (dim + 2 * i < a.dim - 2 * a.pairs) continue;
-        const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(words + i));
-        const __nv_bfloat162 y = __float22bfloat162_rn(rotate_pair(a, row, dim + 2 * i, 1.0f, x));
-        words[i] = *reinterpret_cast<const uint32_t*>(&y);
-    }
-}
-
-template <int D>
-__device__ void stage_query(const cedar_mega_attention_args& a, int64_t row, int first_head, Memory<D>& memory) {
-    constexpr int kUnits = D / 8, kEach = kHeads * kUnits / kReaderThreads, kAtOnce = 8 < kEach ? 8 : kEach;
-    const int tail = (D - 2 * int(a.pairs)) & ~7, unit = threadIdx.x % kUnits, dim = unit * 8;
-    const Bf16* query = static_cast<const Bf16*>(a.query) + (row * a.heads + first_head) * D + dim;
-    const int heads = min(kHeads, int(a.heads) - first_head);
-#pragma unroll 1
-    for (int from = 0; from < kEach; from += kAtOnce) {
-        uint4 loaded[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int head = ((from + i) * kReaderThreads + int(threadIdx.x)) / kUnits;
-            loaded[i] = head < heads ? *reinterpret_cast<const uint4*>(query + head * D) : make_uint4(0, 0, 0, 0);
-        }
-        if (dim >= tail && a.pairs > 0) {
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) rotate_unit(a, row, dim, loaded[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int head = ((from + i) * kReaderThreads + int(threadIdx.x)) / kUnits;
-            const uint4 v = loaded[i];
-            store_unit(shared_address(memory.query) + unit / 8 * kChunkBytes + unit_at(head, unit % 8),
-                       make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                                  __byte_perm(v.y, v.w, 0x7632)));
-        }
-    }
-    publish_tiles();
-    meet<kReaderThreads>(1);
-}
 
 __device__ inline float power_of_two(float x) {
     float y;
@@ -115,7 +65,7 @@ struct Softmax {
 // Adds the other warpgroup's half of the scores, which the same thread of it has.
 template <int D>
 __device__ void exchange_scores(float (&s)[8][4], int group, int thread, Memory<D>& memory) {
-    const int barrier = 2 + thread / kWarp;  // between the two warps that exchange
+    const int barrier = kPairBarrier + thread / kWarp;  // between the two warps that exchange
 #pragma unroll
     for (int j = 0; j < 8; ++j) memory.exchange[group][j][thread] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
     meet<2 * kWarp>(barrier);
@@ -127,132 +77,241 @@ __device__ void exchange_scores(float (&s)[8][4], int group, int thread, Memory<
     meet<2 * kWarp>(barrier);
 }
 
-// Writes the sums of a thread, whose columns are dimensions q and q + 4 of each 8. Neighbouring lanes swap them for pairs.
-template <int N>
-__device__ void finish_row(const cedar_mega_attention_args& a, int64_t row, int first_head, int first_dim, int thread, float (&c)[N][4]) {
-    const int lane = thread % kWarp, quad = lane % 4, tail = int(a.dim - 2 * a.pairs), pair = first_dim + (quad & 1) * 4 + (quad & 2);
+// Of a quad's lanes, lane q's word i becomes lane i's word q.
+__device__ inline void transpose_quad(uint32_t (&w)[4], int quad) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int head = first_head + thread / kWarp * 16 + lane / 4 + half * 8;
-        Bf16* out = static_cast<Bf16*>(a.out) + (row * a.heads + head) * a.dim + pair;
+    for (int step = 1; step <= 2; step *= 2) {
+        const bool upper = quad & step;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            const float low = c[j][2 * half], high = c[j][2 * half + 1];
-            const float got = __shfl_xor_sync(kAllLanes, quad & 1 ? low : high, 1);
-            __nv_bfloat162 x = __floats2bfloat162_rn(quad & 1 ? got : low, quad & 1 ? high : got);
-            if (pair + j * 8 >= tail) x = __float22bfloat162_rn(rotate_pair(a, row, pair + j * 8, -1.0f, __bfloat1622float2(x)));
-            if (head < a.heads) *reinterpret_cast<__nv_bfloat162*>(out + j * 8) = x;
+        for (int i = 0; i < 4; ++i) {
+            if (i & step) continue;
+            const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? w[i] : w[i + step], step);
+            w[i] = upper ? got : w[i];
+            w[i + step] = upper ? w[i + step] : got;
         }
     }
 }
 
-// Both blocks' sums of half the dimensions to outputs: block r takes those of its warpgroup r. All readers of both blocks.
+// Where a thread's outputs go. After a quad's exchange a lane has the dimensions first + 8 quad .. of every 32, of two heads.
 template <int D>
-__device__ void finish_together(const cedar_mega_attention_args& a, int64_t row, int first_head, unsigned rank, int group, int thread,
-                                const Softmax& softmax, float (&sums)[D / 16][4], Memory<D>& memory) {
-    constexpr int kHalf = D / 2, kColumns = kHalf / 8;
-    const int lane = thread % kWarp;
-    meet_cluster();  // nobody needs its tiles any more
-    float4* inbox = reinterpret_cast<float4*>(memory.keys[0]);
-    if (unsigned(group) != rank) {
-        const cg::cluster_group cluster = cg::this_cluster();
-        float4* remote = cluster.map_shared_rank(inbox, int(1 - rank));
+struct Outputs {
+    __device__ Outputs(const cedar_mega_attention_args& a, const Unit& at, int first, int thread, const Memory<D>& memory) {
+        const int lane = thread % kWarp, head = at.first_head + thread / kWarp * 16 + lane / 4, dim = first + lane % 4 * 8;
+        quad = lane % 4;
+        left = dim - (D - 2 * int(a.pairs));
+        turns = memory.turns + 4 + left / 2;
+        out = static_cast<Bf16*>(a.out) + (at.row * a.heads + head) * D + dim;
+        heads = int(a.heads) - head;
+    }
+
+    // Four blocks of 8 columns, `to` dimensions behind the first. The columns of lane q are dimensions q and q + 4 of each 8.
+    __device__ void put(const float (&c)[4][4], int to) const {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-            remote[j * kGroupThreads + thread] = make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
-        *cluster.map_shared_rank(&memory.exchange[0][0][thread], int(1 - rank)) =
+        for (int half = 0; half < 2; ++half) {
+            uint32_t w[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const __nv_bfloat162 both = __floats2bfloat162_rn(c[j][2 * half], c[j][2 * half + 1]);
+                w[j] = *reinterpret_cast<const uint32_t*>(&both);
+            }
+            transpose_quad(w, quad);
+            uint32_t v[4] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[0], w[1], 0x7632),
+                             __byte_perm(w[2], w[3], 0x7632)};
+            if (left + to > -8) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 by = turns[to / 2 + i];
+                    v[i] = left + to + 2 * i < 0 ? v[i] : turn_pair(v[i], by.x, -by.y);
+                }
+            }
+            if (heads > half * 8) *reinterpret_cast<uint4*>(out + half * 8 * D + to) = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+    }
+
+    Bf16* out;
+    const float2* turns;
+    int left, heads, quad;
+};
+
+// What the sums of `Parts` blocks of heads g and g + 8 of a warp are multiplied by: one for all references, over the sum with the sink.
+template <int Parts>
+__device__ void weigh_parts(const cedar_mega_attention_args& a, const Unit& at, int thread, const float (&reference)[Parts][2],
+                            const float (&sum)[Parts][2], float (&weights)[Parts][2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int head = at.first_head + thread / kWarp * 16 + thread % kWarp / 4 + half * 8;
+        const float sink = head < a.heads ? a.sink[head] * 1.44269504f : 0.0f;
+        float most = sink;
+#pragma unroll
+        for (int part = 0; part < Parts; ++part) most = fmaxf(most, reference[part][half]);
+        float total = sink == most ? 1.0f : exp2f(sink - most);
+#pragma unroll
+        for (int part = 0; part < Parts; ++part) {
+            weights[part][half] = reference[part][half] == -INFINITY ? 0.0f : exp2f(reference[part][half] - most);
+            total += sum[part][half] * weights[part][half];
+        }
+#pragma unroll
+        for (int part = 0; part < Parts; ++part) weights[part][half] *= kShrunk / total;
+    }
+}
+
+// The sums of a block that has all keys of the row to outputs.
+template <int D>
+__device__ void finish_alone(const cedar_mega_attention_args& a, const Unit& at, int group, int thread, const Softmax& softmax,
+                             const float (&sums)[D / 16][4], const Memory<D>& memory) {
+    const float reference[1][2] = {{softmax.reference[0], softmax.reference[1]}}, sum[1][2] = {{softmax.sum[0], softmax.sum[1]}};
+    float weights[1][2];
+    weigh_parts<1>(a, at, thread, reference, sum, weights);
+    const Outputs<D> outputs(a, at, group * (D / 2), thread, memory);
+#pragma unroll
+    for (int j = 0; j < D / 16; j += 4) {
+        float c[4][4];
+#pragma unroll
+        for (int k = 0; k < 16; ++k) c[k / 4][k % 4] = sums[j + k / 4][k % 4] * weights[0][k % 4 / 2];
+        outputs.put(c, j * 8);
+    }
+}
+
+// The sums of the cluster's blocks to outputs: block r finishes the r'th part of the dimensions. All readers of all blocks.
+template <int D, int Parts>
+__device__ void finish_together(const cedar_mega_attention_args& a, const Unit& at, unsigned rank, int group, int thread,
+                                const Softmax& softmax, const float (&sums)[D / 16][4], Memory<D>& memory) {
+    constexpr int kColumns = D / 16, kSlice = D / 8 / Parts;  // blocks of 8 columns, of a warpgroup and of a part
+    static_assert(kSlice % 4 == 0 && kColumns % kSlice == 0);
+    const cg::cluster_group cluster = cg::this_cluster();
+    float4 *inbox = reinterpret_cast<float4*>(memory.keys), *notes = &memory.exchange[0][0][0];
+    meet_cluster();  // nobody needs its tiles any more
+#pragma unroll
+    for (int slice = 0; slice < kColumns / kSlice; ++slice) {
+        const int to = group * (kColumns / kSlice) + slice;
+        float4* remote = cluster.map_shared_rank(inbox, to) + int(rank) * kSlice * kGroupThreads + thread;
+#pragma unroll
+        for (int j = 0; j < kSlice; ++j) {
+            const float* c = sums[slice * kSlice + j];
+            remote[j * kGroupThreads] = make_float4(c[0], c[1], c[2], c[3]);
+        }
+        cluster.map_shared_rank(notes, to)[rank * kGroupThreads + thread] =
             make_float4(softmax.reference[0], softmax.reference[1], softmax.sum[0], softmax.sum[1]);
     }
     meet_cluster();
-    if (unsigned(group) != rank) return;
-    const float4 other = memory.exchange[0][0][thread];
-    const float others_reference[2] = {other.x, other.y}, others_sum[2] = {other.z, other.w};
-    float mine[2], theirs[2];
+    float reference[Parts][2], sum[Parts][2], weights[Parts][2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int head = first_head + thread / kWarp * 16 + lane / 4 + half * 8;
-        const float sink = head < a.heads ? a.sink[head] * 1.44269504f : 0.0f;
-        const float most = fmaxf(sink, fmaxf(softmax.reference[half], others_reference[half]));
-        mine[half] = softmax.reference[half] == -INFINITY ? 0.0f : exp2f(softmax.reference[half] - most);
-        theirs[half] = others_reference[half] == -INFINITY ? 0.0f : exp2f(others_reference[half] - most);
-        const float sum = softmax.sum[half] * mine[half] + others_sum[half] * theirs[half] + (sink == most ? 1.0f : exp2f(sink - most));
-        mine[half] *= kShrunk / sum;
-        theirs[half] *= kShrunk / sum;
+    for (int part = 0; part < Parts; ++part) {
+        const float4 note = notes[part * kGroupThreads + thread];
+        reference[part][0] = note.x, reference[part][1] = note.y, sum[part][0] = note.z, sum[part][1] = note.w;
     }
+    weigh_parts<Parts>(a, at, thread, reference, sum, weights);
+    const Outputs<D> outputs(a, at, int(rank) * kSlice * 8, thread, memory);
+#pragma unroll 1
+    for (int j = group * 4; j < kSlice; j += 4 * kReaders) {
+        float c[4][4] = {};
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-        const float4 v = inbox[j * kGroupThreads + thread];
-        sums[j][0] = sums[j][0] * mine[0] + v.x * theirs[0];
-        sums[j][1] = sums[j][1] * mine[0] + v.y * theirs[0];
-        sums[j][2] = sums[j][2] * mine[1] + v.z * theirs[1];
-        sums[j][3] = sums[j][3] * mine[1] + v.w * theirs[1];
+        for (int part = 0; part < Parts; ++part)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float4 v = inbox[(part * kSlice + j + k) * kGroupThreads + thread];
+                c[k][0] += v.x * weights[part][0], c[k][1] += v.y * weights[part][0];
+                c[k][2] += v.z * weights[part][1], c[k][3] += v.w * weights[part][1];
+            }
+        outputs.put(c, j * 8);
     }
-    finish_row(a, row, first_head, group * kHalf, thread, sums);
 }
 
-template <int D>
-__device__ void read_tiles(const cedar_mega_attention_args& a, int64_t row, int first_head, unsigned rank, int count, Memory<D>& memory) {
+// All rows of the block.
+template <int D, int Parts>
+__device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step, Memory<D>& memory) {
     constexpr int kHalf = D / 2, kHalfChunks = kHalf / kChunkDims, kColumns = kHalf / 8;
     const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, lane = thread % kWarp, quad = lane % 4;
     const float scale = float(a.scale) * 1.44269504f * kShrunk;
     uint32_t query = shared_address(memory.query) + group * kHalfChunks * kChunkBytes;
     const auto half_of = [&](int stage) { return shared_address(memory.keys[stage]) + group * kHalfChunks * kChunkBytes; };
-    float scores[8][4], sums[kColumns][4];
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
-    Softmax softmax;
-    stage_query<D>(a, row, first_head, memory);
-    // The scores of tile n are there: its probabilities, and the sums as if they had been made with its maxima.
-    uint32_t p[kTileSteps][4];
-    const auto weigh = [&](int n) {
-        await_products();
-        settle(scores);
-        settle(sums);
-        if (n > 0 && lane == 0) arrive(&memory.empty[(n - 1) % kStages]);
-        exchange_scores(scores, group, thread, memory);
-        const uint64_t valid = *reinterpret_cast<const uint64_t*>(memory.valid[n % kStages]);
-        float factors[2];
-        softmax.take(scores, valid, scale, quad, p, factors);
-        if (__any_sync(kAllLanes, factors[0] != 1.0f || factors[1] != 1.0f)) {
-#pragma unroll
-            for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sums[j][i] *= factors[i / 2];
-        }
+    const auto await_tile = [&](int n) { await(&memory.full[n % kStages], uint32_t(n / kStages) & 1); };
+    const auto release_tile = [&](int n) {
+        if (lane == 0) arrive(&memory.empty[n % kStages]);
     };
-    if (count > 0) {
-        await(&memory.full[0], 0);
-        settle(scores);
-        settle(sums);
-        open_products();
-        multiply_tiles<kHalfChunks>(scores, query, half_of(0));
-        close_products();
-#pragma unroll 1
-        for (int n = 0; n + 1 < count; ++n) {
-            const int stage = n % kStages, next = (n + 1) % kStages;
-            weigh(n);
-            asm volatile("" : "+r"(query));  // the descriptors of all its parts, kept across tiles, would cost too many registers
-            await(&memory.full[next], uint32_t((n + 1) / kStages) & 1);
+    // The row's last scores are there: the next row's query comes while this row is finished.
+    const auto fetch_query = [&](int next) {
+        if (next >= units) return;
+        meet<kReaderThreads>(kReaderBarrier);
+        Query<D>(memory).fetch(a, Unit(a, next));
+    };
+    int n = 0;  // tiles of the block so far
+    Query<D>(memory).fetch(a, Unit(a, first));
+    for (int unit = first; unit < units; unit += step, ++n) {
+        stage_turns<D>(a, Unit(a, unit).row, memory);
+        Query<D>(memory).finish(a, Unit(a, unit).row);
+        meet<kReaderThreads>(kReaderBarrier);
+        float scores[8][4], sums[kColumns][4];
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
+        Softmax softmax;
+        uint32_t p[kTileSteps][4];
+        // The scores of tile n are there: its probabilities, and the sums as if they had been made with its maxima.
+        const auto weigh = [&] {
+            exchange_scores(scores, group, thread, memory);
+            const uint64_t valid = *reinterpret_cast<const uint64_t*>(memory.valid[n % kStages]);
+            float factors[2];
+            softmax.take(scores, valid, scale, quad, p, factors);
+            if (__any_sync(kAllLanes, factors[0] != 1.0f || factors[1] != 1.0f)) {
+#pragma unroll
+                for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sums[j][i] *= factors[i / 2];
+            }
+        };
+        await_tile(n);
+        uint32_t state = memory.state[n % kStages];
+        if (state & kTile) {
             settle(scores);
             settle(sums);
             open_products();
-            mix_tile(sums, p, half_of(stage));
-            multiply_tiles<kHalfChunks>(scores, query, half_of(next));
+            multiply_tiles<kHalfChunks>(scores, query, half_of(n % kStages));
             close_products();
+            await_products();
+            settle(scores);
+            settle(sums);
+#pragma unroll 1
+            while (!(state & kLast)) {
+                weigh();
+                asm volatile("" : "+r"(query));  // the descriptors of all its parts, kept across tiles, would cost too many registers
+                await_tile(n + 1);
+                state = memory.state[(n + 1) % kStages];
+                settle(scores);
+                settle(sums);
+                open_products();
+                mix_tile(sums, p, half_of(n % kStages));
+                close_products();
+                multiply_tiles<kHalfChunks>(scores, query, half_of((n + 1) % kStages));
+                close_products();
+                await_products<1>();
+                release_tile(n++);
+                await_products();
+                settle(scores);
+                settle(sums);
+            }
+            fetch_query(unit + step);
+            weigh();
+            settle(sums);
+            open_products();
+            mix_tile(sums, p, half_of(n % kStages));
+            close_products();
+            await_products();
+            settle(sums);
+        } else {
+            fetch_query(unit + step);
         }
-        weigh(count - 1);
-        settle(sums);
-        open_products();
-        mix_tile(sums, p, half_of((count - 1) % kStages));
-        close_products();
-    }
-    await_products();
-    settle(sums);
+        release_tile(n);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) softmax.sum[half] = sum_lanes(softmax.sum[half], 4);
-    finish_together<D>(a, row, first_head, rank, group, thread, softmax, sums, memory);
+        for (int half = 0; half < 2; ++half) softmax.sum[half] = sum_lanes(softmax.sum[half], 4);
+        const Unit at(a, unit);
+        const int now = thread_now() % kGroupThreads;
+        if constexpr (Parts == 1)
+            finish_alone<D>(a, at, group, now, softmax, sums, memory);
+        else
+            finish_together<D, Parts>(a, at, rank, group, now, softmax, sums, memory);
+    }
 }
 
 }  // namespace cedar::cuda::attention

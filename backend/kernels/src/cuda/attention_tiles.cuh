@@ -23,11 +23,18 @@ __device__ inline uint32_t unit_at(int row, int unit) { return uint32_t(row * kR
 
 #ifdef CEDAR_WGMMA
 
-// Of a matrix with exchanged units: address, bytes between chunks (where columns are the inner dimension), bytes between 8 rows.
-__device__ inline uint64_t describe(uint32_t address) {
-    constexpr uint64_t kLeading = kChunkBytes >> 4, kStride = 8 * kRowBytes >> 4, kSwizzled128 = uint64_t(1) << 62;
-    return kSwizzled128 | kStride << 32 | kLeading << 16 | (address & 0x3ffff) >> 4;
-}
+// Of a matrix with exchanged units that starts `offset` bytes behind an address: address, bytes between chunks (where columns are
+// the inner dimension), bytes between 8 rows. Offsets are added to the finished word, so that one of them serves a whole tile.
+struct Descriptor {
+    __device__ explicit Descriptor(uint32_t address) : low((kChunkBytes >> 4) << 16 | (address & 0x3ffff) >> 4) {}
+    __device__ uint64_t at(int offset) const {
+        constexpr uint32_t kHigh = uint32_t(1) << 30 | 8 * kRowBytes >> 4;  // 128 bytes exchanged
+        uint64_t both;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(low + (offset >> 4)), "n"(kHigh));
+        return both;
+    }
+    uint32_t low;
+};
 
 __device__ inline void multiply_64(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
     asm volatile(
@@ -56,16 +63,13 @@ __device__ inline void accumulate(float (&c)[8][4], const uint32_t (&a)[4], uint
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-__device__ inline void accumulate(float (&c)[32][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ inline void accumulate(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
-        "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, "
-        "%71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, "
-        "%94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, "
-        "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127 "
-        "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
+        "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "
+        "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
         : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),
           "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]),
           "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
@@ -73,15 +77,7 @@ __device__ inline void accumulate(float (&c)[32][4], const uint32_t (&a)[4], uin
           "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3]), "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]),
           "+f"(c[10][0]), "+f"(c[10][1]), "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]),
           "+f"(c[12][0]), "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]),
-          "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3]),
-          "+f"(c[16][0]), "+f"(c[16][1]), "+f"(c[16][2]), "+f"(c[16][3]), "+f"(c[17][0]), "+f"(c[17][1]), "+f"(c[17][2]), "+f"(c[17][3]),
-          "+f"(c[18][0]), "+f"(c[18][1]), "+f"(c[18][2]), "+f"(c[18][3]), "+f"(c[19][0]), "+f"(c[19][1]), "+f"(c[19][2]), "+f"(c[19][3]),
-          "+f"(c[20][0]), "+f"(c[20][1]), "+f"(c[20][2]), "+f"(c[20][3]), "+f"(c[21][0]), "+f"(c[21][1]), "+f"(c[21][2]), "+f"(c[21][3]),
-          "+f"(c[22][0]), "+f"(c[22][1]), "+f"(c[22][2]), "+f"(c[22][3]), "+f"(c[23][0]), "+f"(c[23][1]), "+f"(c[23][2]), "+f"(c[23][3]),
-          "+f"(c[24][0]), "+f"(c[24][1]), "+f"(c[24][2]), "+f"(c[24][3]), "+f"(c[25][0]), "+f"(c[25][1]), "+f"(c[25][2]), "+f"(c[25][3]),
-          "+f"(c[26][0]), "+f"(c[26][1]), "+f"(c[26][2]), "+f"(c[26][3]), "+f"(c[27][0]), "+f"(c[27][1]), "+f"(c[27][2]), "+f"(c[27][3]),
-          "+f"(c[28][0]), "+f"(c[28][1]), "+f"(c[28][2]), "+f"(c[28][3]), "+f"(c[29][0]), "+f"(c[29][1]), "+f"(c[29][2]), "+f"(c[29][3]),
-          "+f"(c[30][0]), "+f"(c[30][1]), "+f"(c[30][2]), "+f"(c[30][3]), "+f"(c[31][0]), "+f"(c[31][1]), "+f"(c[31][2]), "+f"(c[31][3])
+          "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
@@ -99,23 +95,31 @@ __device__ inline void settle(float (&c)[N][4]) {
         for (int k = 0; k < 4; ++k) asm volatile("" : "+f"(c[i][k])::"memory");
 }
 
-__device__ inline void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until at most the last `Left` closed groups run.
+template <int Left = 0>
+__device__ inline void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory"); }
 
 // c = A B^T over `Chunks` chunks of both tiles: rows of a by rows of b.
 template <int Chunks>
 __device__ inline void multiply_tiles(float (&c)[8][4], uint32_t a, uint32_t b) {
+    const Descriptor rows(a), columns(b);
 #pragma unroll
     for (int chunk = 0; chunk < Chunks; ++chunk)
 #pragma unroll
         for (int k = 0; k < kChunkDims / 16; ++k)
-            multiply_64(c, describe(a + chunk * kChunkBytes + k * 32), describe(b + chunk * kChunkBytes + k * 32), chunk + k > 0);
+            multiply_64(c, rows.at(chunk * kChunkBytes + k * 32), columns.at(chunk * kChunkBytes + k * 32), chunk + k > 0);
 }
 
 // c += P V: p's 16-row steps of a tile's rows, by the dimensions of N / 8 chunks from v on.
 template <int N>
 __device__ inline void mix_tile(float (&c)[N][4], const uint32_t (&p)[kTileSteps][4], uint32_t v) {
+    constexpr int kAtOnce = N < 16 ? N : 16;  // blocks of 8 columns
+    const Descriptor columns(v);
 #pragma unroll
-    for (int step = 0; step < kTileSteps; ++step) accumulate(c, p[step], describe(v + step * 16 * kRowBytes));
+    for (int step = 0; step < kTileSteps; ++step)
+#pragma unroll
+        for (int j = 0; j < N; j += kAtOnce)
+            accumulate(reinterpret_cast<float(&)[kAtOnce][4]>(c[j]), p[step], columns.at(step * 16 * kRowBytes + j / 8 * kChunkBytes));
 }
 
 #else
@@ -124,6 +128,7 @@ __device__ inline void open_products() {}
 __device__ inline void close_products() {}
 template <int N>
 __device__ inline void settle(float (&)[N][4]) {}
+template <int Left = 0>
 __device__ inline void await_products() {}
 
 template <bool Transposed>

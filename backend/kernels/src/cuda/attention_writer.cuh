@@ -20,8 +20,7 @@ struct Decoder {
     };
 
     __device__ static Raw load(const uint8_t* pool, uint32_t index, int lane) {
-        Raw raw = {};
-        if (index == 0) return raw;
+        Raw raw;
         const uint8_t *record = pool + uint64_t(index) * kBytes, *codes = record + lane * kWords * 4;
         if constexpr (D == 512 && kFp8) {
             const uint4 v = *reinterpret_cast<const uint4*>(codes);
@@ -80,62 +79,162 @@ struct Decoder {
         return uint32_t(part / 4 * kChunkBytes + warp * kWarpKeys * kRowBytes) + unit_at(lane / kLanes, part % 4 * 2 + (part / 4 & 1));
     }
 
-    // Step `step` of the warp's keys.
-    __device__ static void store(const Raw& raw, uint32_t tile, uint32_t place, int step, int lane) {
-        const __nv_bfloat162 by = factor(raw.scale);
-        const uint4 low = unit(raw, 0, by), high = unit(raw, 1, by);
+    // Step `step` of the warp's keys. The null row, which is loaded like others, must be finite: so are all codes with scale 0.
+    __device__ static void store(const Raw& raw, bool present, uint32_t tile, uint32_t place, int step, int lane) {
+        const __nv_bfloat162 by = factor(present ? raw.scale : 0);
         const bool swapped = lane / 4 & 1;
+        Raw turned = raw;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) turned.words[i] = swapped ? raw.words[i ^ kWords / 2] : raw.words[i];
         const uint32_t first = tile + (place ^ uint32_t(step * kKeys % 8) << 4) + uint32_t(step * kKeys * kRowBytes);
-        store_unit(first, swapped ? high : low);
-        store_unit(first ^ 16, swapped ? low : high);
+        store_unit(first, unit(turned, 0, by));
+        store_unit(first ^ 16, unit(turned, 1, by));
     }
 };
 
-// Writes tiles [first, end) of the block, all of this record.
-template <int D, int64_t Record>
-__device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int first, int end, Memory<D>& memory) {
+// The block's tiles of a row: of those with keys every Parts'th, from the rank'th on. All lanes of the writers have the same.
+template <int Parts>
+struct TileList {
+    uint64_t left[2];
+
+    // The next tile, -1: none is left.
+    __device__ int take() {
+        const int tile = lowest();
+        for (int i = 0; i < Parts; ++i) drop();
+        return tile;
+    }
+    __device__ int lowest() const { return left[0] != 0 ? __ffsll(left[0]) - 1 : left[1] != 0 ? 63 + __ffsll(left[1]) : -1; }
+    __device__ void drop() {
+        if (left[0] != 0)
+            left[0] &= left[0] - 1;
+        else
+            left[1] &= left[1] - 1;
+    }
+};
+
+// Finds the tiles with keys. The writers, `parity` changing from row to row.
+template <int D, int Parts>
+__device__ TileList<Parts> list_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, unsigned rank, int parity,
+                                      Memory<D>& memory) {
+    constexpr int kAtOnce = 2;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps;
+    for (int from = warp; from < tiles.all; from += kAtOnce * kWriterWarps) {
+        int64_t index[kAtOnce][2];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int tile = from + i * kWriterWarps;
+                index[i][half] = tile < tiles.all ? index_at(a, tiles, row, tile, lane + half * kWarp) : 0;
+            }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int tile = from + i * kWriterWarps;
+            const bool any = __any_sync(kAllLanes, index[i][0] != 0 || index[i][1] != 0);
+            if (lane == 0 && tile < tiles.all) memory.some[parity][tile] = any;
+        }
+    }
+    meet<kWriterThreads>(kWriterBarrier);
+    TileList<Parts> list;
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+        const int tile = word * 64 + lane;
+        const uint64_t low = __ballot_sync(kAllLanes, tile < tiles.all && memory.some[parity][tile] != 0);
+        const uint64_t high = __ballot_sync(kAllLanes, tile + 32 < tiles.all && memory.some[parity][tile + 32] != 0);
+        list.left[word] = high << 32 | low;
+    }
+    for (unsigned i = 0; i < rank; ++i) list.drop();
+    return list;
+}
+
+// Waits until the readers have done with the stage of the n'th tile of the block.
+template <int D>
+__device__ inline void await_stage(int n, Memory<D>& memory) {
+    if (n >= kStages) await(&memory.empty[n % kStages], uint32_t(n / kStages - 1) & 1);
+}
+
+// Writes the row's tiles of this record, `tile` being the first that is not written. n: tiles of the block so far.
+template <int D, int64_t Record, int Parts>
+__device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int& tile, TileList<Parts>& list, int& n,
+                            Memory<D>& memory) {
     using Form = Decoder<D, Record>;
-    constexpr int kKeysAtOnce = Form::kFp8 ? kBatch / 2 : kBatch;  // of registers
-    constexpr int kSteps = kKeysAtOnce < Form::kSteps / 2 ? kKeysAtOnce : Form::kSteps / 2, kBatches = Form::kSteps / kSteps;
-    static_assert(kBatches % 2 == 0, "batches take turns in two sets of registers, across tiles too");
+    // a lane holds as many steps as it has registers for; those of the next tile are on their way while this one is waited for
+    constexpr int kHeld = Form::kSteps < (Form::kFp8 ? 4 : 8) ? Form::kSteps : Form::kFp8 ? 4 : 8, kBatches = Form::kSteps / kHeld;
     const auto* pool = static_cast<const uint8_t*>(Record == CEDAR_RECORD_FP8 ? a.window : a.entries);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps, part = lane % Form::kLanes;
+    const int end = Form::kFp8 ? tiles.window : tiles.all;
     uint32_t place = Form::place(warp, lane);
     // the record of a key of the warp, which this lane keeps
-    const auto index_of = [&](int n) { return uint32_t(index_at(a, tiles, row, memory.tiles[n], warp * kWarpKeys + lane % kWarpKeys)); };
-    typename Form::Raw raw[2][kSteps];
-    const auto load = [&](int batch, uint32_t index) {
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const int key = (batch * kSteps + i) * Form::kKeys + lane / Form::kLanes;
-            raw[batch % 2][i] = Form::load(pool, __shfl_sync(kAllLanes, index, key), part);
-        }
+    const auto index_of = [&](int some) {
+        return some >= 0 && some < end ? uint32_t(index_at(a, tiles, row, some, warp * kWarpKeys + lane % kWarpKeys)) : 0;
     };
-    if (first >= end) return;
-    uint32_t index = index_of(first);
-    load(0, index);
-    for (int n = first; n < end; ++n) {
-        const int stage = n % kStages;
-        const uint32_t next = n + 1 < end ? index_of(n + 1) : 0;
-        if (n >= kStages) await(&memory.empty[stage], uint32_t(n / kStages - 1) & 1);
+    typename Form::Raw raw[kHeld];
+    const auto load = [&](int step, uint32_t index) {
+        const int key = step * Form::kKeys + lane / Form::kLanes;
+        raw[step % kHeld] = Form::load(pool, __shfl_sync(kAllLanes, index, key), part);
+    };
+    const auto load_first = [&](uint32_t index) {
+#pragma unroll
+        for (int step = 0; step < kHeld; ++step) load(step, index);
+    };
+    if (tile < 0 || tile >= end) return;
+    uint32_t index = index_of(tile);
+    load_first(index);
+    for (; tile >= 0 && tile < end; ++n) {
+        const int stage = n % kStages, following = list.take();
+        const uint32_t next = index_of(following);
+        await_stage(n, memory);
         const uint32_t to = shared_address(memory.keys[stage]);
         // the addresses of all steps, kept across tiles, would cost more registers than there are
         asm volatile("" : "+r"(place));
-#pragma unroll
-        for (int batch = 0; batch < kBatches; ++batch) {
-            if (batch + 1 < kBatches)
-                load(batch + 1, index);
-            else
-                load(0, next);
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) Form::store(raw[batch % 2][i], to, place, batch * kSteps + i, part);
-        }
         const unsigned valid = __ballot_sync(kAllLanes, index != 0) & ((1u << kWarpKeys) - 1);
+#pragma unroll
+        for (int step = 0; step < Form::kSteps; ++step) {
+            const bool present = valid >> (step * Form::kKeys + lane / Form::kLanes) & 1;
+            Form::store(raw[step % kHeld], present, to, place, step, part);
+            if (step / kHeld + 1 < kBatches) load(step + kHeld, index);
+        }
         publish_tiles();
-        if (lane == 0) memory.valid[stage][warp] = uint16_t(valid);
+        if (lane == 0) {
+            memory.valid[stage][warp] = uint8_t(valid);
+            if (warp == 0) memory.state[stage] = following < 0 ? kTile | kLast : kTile;
+        }
         __syncwarp();
         if (lane == 0) arrive(&memory.full[stage]);
+        load_first(next);
         index = next;
+        tile = following;
+    }
+}
+
+// All tiles of the block, row after row. What the next row begins with comes to L2 meanwhile.
+template <int D, int Parts>
+__device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step, Memory<D>& memory) {
+    const Tiles tiles(a);
+    int n = 0, parity = 0;
+    for (int unit = first; unit < units; unit += step, parity ^= 1) {
+        const int64_t row = Unit(a, unit).row;
+        if (Parts == 1 && unit + step < units) {
+            const Unit next(a, unit + step);
+            const auto ask = [&](int thread, const void* p, int64_t bytes) {
+                if (int(threadIdx.x) == kReaderThreads + thread && bytes >= 16) prefetch_bytes(p, uint32_t(bytes));
+            };
+            ask(0, static_cast<const Bf16*>(a.query) + (next.row * a.heads + next.first_head) * D,
+                min(kHeads, int(a.heads) - next.first_head) * D * sizeof(Bf16));
+            ask(kWarp, a.window_index + next.row * a.window_width, a.window_width * 8);
+            if (a.entries != nullptr) ask(2 * kWarp, a.entry_index + next.row * a.entry_width, a.entry_width * 8);
+        }
+        TileList<Parts> list = list_tiles<D, Parts>(a, tiles, row, rank, parity, memory);
+        int tile = list.take();
+        if (tile < 0) {
+            await_stage(n, memory);
+            if (threadIdx.x == kReaderThreads) memory.state[n % kStages] = kLast;
+            __syncwarp();
+            if (threadIdx.x % kWarp == 0) arrive(&memory.full[n % kStages]);
+            ++n;
+        }
+        write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, tile, list, n, memory);
+        write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, tile, list, n, memory);
     }
 }
 
