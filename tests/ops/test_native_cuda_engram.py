@@ -3,16 +3,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from native_support import assert_close, run_native, seeded
 
-from cedar.ops.engram import engram_gate, engram_gather
+from cedar.ops.engram import STAGED_TOKENS, Staging, engram_gate, engram_gather
 from cedar.ops.native import NativeUnsupported, load
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
+def on_gpu(test: Any) -> Any:
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_packed_way_gives_other_rows(dtype: torch.dtype) -> None:
+    load()
+    g, staging = seeded(3), Staging(torch.device("cpu"))
+    table, scale = (torch.randint(0, 254, (900, width), generator=g, dtype=torch.uint8) for width in (64, 2))
+    for tokens in (3, 2100, 7):
+        ids = torch.randint(-2, 900, (tokens, 5), generator=g)
+        actual, expected = staging.gather(ids, table, scale, dtype), engram_gather(ids, table, scale, dtype)
+        assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(("dim", "columns", "rows"), [(256, 24, 1), (256, 24, 300), (32, 3, 17)])
@@ -28,6 +48,7 @@ def test_rows_are_other_rows(dim: int, columns: int, rows: int, pinned: bool, dt
     assert torch.equal(actual.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@on_gpu
 def test_a_row_behind_four_gigabytes_is_another() -> None:
     rows = (5 << 30) // 256
     table, scale = (
@@ -40,13 +61,44 @@ def test_a_row_behind_four_gigabytes_is_another() -> None:
     assert out[0, :256].eq(1).all()
 
 
-def test_a_table_in_memory_that_may_move_is_read() -> None:
+@on_gpu
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_staged_rows_are_other_rows(pinned: bool, home: str) -> None:
+    g = seeded(5)
+    table, scale = (torch.randint(0, 250, (5000, width), generator=g, dtype=torch.uint8) for width in (256, 8))
+    places = [part.pin_memory() if pinned else part for part in (table, scale)]
+    for tokens in (1, STAGED_TOKENS, 2500, 300):  # grows, and is written again at once
+        ids = torch.randint(-1, 5000, (tokens, 24), generator=g)
+        actual = run_native(engram_gather, ids.to(home), *places, torch.bfloat16, torch.device("cuda", 0))
+        expected = engram_gather(ids, table, scale, torch.bfloat16)
+        assert actual.is_cuda
+        assert torch.equal(actual.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@on_gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_captured_lookup_stages_what_a_replay_cannot(pinned: bool) -> None:
+    table, scale = torch.full((600, 256), 0x38, dtype=torch.uint8), torch.full((600, 8), 127, dtype=torch.uint8)
+    if pinned:
+        table, scale = table.pin_memory(), scale.pin_memory()
+    ids = torch.zeros(STAGED_TOKENS, 24, dtype=torch.int64, device="cuda")
     load()
-    table, scale = torch.zeros(8, 256, dtype=torch.uint8), torch.zeros(8, 8, dtype=torch.uint8)
-    with pytest.raises(NativeUnsupported, match="not pinned"):
-        engram_gather._native(torch.zeros(1, 24, dtype=torch.int64, device="cuda"), table, scale, torch.bfloat16)  # type: ignore[misc]
+    graph = torch.cuda.CUDAGraph()
+    if not pinned:
+        with pytest.raises(NativeUnsupported, match="not pinned"), torch.cuda.graph(graph):
+            engram_gather.bodies["native"](ids, table, scale, torch.bfloat16)
+        return
+    with torch.cuda.graph(graph):
+        captured = engram_gather.bodies["native"](ids, table, scale, torch.bfloat16)
+    ids.fill_(-1)
+    ids[3] = 599
+    graph.replay()
+    assert captured[3].eq(1).all()
+    assert captured[:3].eq(0).all()
 
 
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 5120), (50, 5120), (7, 64)])
 def test_a_gate_differs_from_the_reference(rows: int, hidden: int, dtype: torch.dtype) -> None:

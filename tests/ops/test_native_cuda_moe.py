@@ -57,8 +57,10 @@ def routed(rows: int, count: int, top_k: int, hidden: int) -> tuple[Tensor, Tens
     return torch.randn(rows, hidden, generator=g).to(BF16).cuda(), ids.cuda(), torch.rand(rows, top_k, generator=g).cuda()
 
 
-@pytest.mark.parametrize(("count", "top_k", "hidden", "inner"), [(8, 2, 256, 128), (16, 6, 512, 384), (6, 3, 5120, 2304)])
-@pytest.mark.parametrize("rows", [1, 2, 7, 17, 48, 129, 640, 641, 1500])
+@pytest.mark.parametrize(
+    ("count", "top_k", "hidden", "inner"), [(8, 2, 256, 128), (5, 2, 384, 128), (16, 6, 512, 384), (6, 3, 5120, 2304)]
+)
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 48, 128, 129, 300, 640, 641, 1500])
 @pytest.mark.parametrize("act_quant", [False, True])
 class TestExperts:
     pytestmark = gpu
@@ -119,9 +121,11 @@ class TestDetails:
             ids[3, 1] = nowhere
             assert_close(run_native(moe_fp4, x, ids, weights, matrices), expected, 1e-6)
 
-    def test_a_captured_call_cannot_be_replayed(self) -> None:
-        matrices = layer(8, 256, 128, act_quant=True, fp8_shared=True)
-        x, ids, weights = routed(33, 8, 2, 256)
+    @pytest.mark.parametrize("act_quant", [False, True])
+    @pytest.mark.parametrize("rows", [1, 33, 200, 700])
+    def test_a_captured_call_cannot_be_replayed(self, rows: int, act_quant: bool) -> None:
+        matrices = layer(8, 256, 128, act_quant=act_quant, fp8_shared=True)
+        x, ids, weights = routed(rows, 8, 2, 256)
         run_native(moe_fp4, x, ids, weights, matrices)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -130,3 +134,16 @@ class TestDetails:
         ids.copy_((ids + 3) % 8)
         graph.replay()
         assert torch.equal(captured, run_native(moe_fp4, x, ids, weights, matrices))
+
+    @pytest.mark.parametrize("rows", [1, 6, 100, 640, 1300])
+    def test_calls_that_follow_each_other_disturb_each_other(self, rows: int) -> None:
+        """A launch may begin before the one ahead of it has ended."""
+        layers = [layer(16, hidden, 1280, act_quant=False, fp8_shared=True) for hidden in (2048, 1024)]
+        inputs = [routed(rows, 16, 6, hidden) for hidden in (2048, 1024)]
+        alone = []
+        for some, matrices in zip(inputs, layers, strict=True):
+            alone.append(run_native(moe_fp4, *some, matrices))
+            torch.cuda.synchronize()
+        for _ in range(20):
+            together = [run_native(moe_fp4, *some, matrices) for some, matrices in zip(inputs, layers, strict=True)]
+            assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

@@ -107,11 +107,15 @@ class EngramHasher:
         return self.hash(self.compress(window))
 
 
+GPU_TABLE_BYTES = 1 << 30
+
+
 class Engram(nn.Module):
     """One layer's table, its projection to per-stream keys and a shared value, and the gated injection.
 
     The table (FP8 rows, UE8M0 scale per 32) stays in the checkpoint's bytes, where the reader put it (memory-mapped): it
-    is the largest tensor of the model and a step reads a few rows. They are dequantised in the gather.
+    is the largest tensor of the model and a step reads a few rows. They are dequantised in the gather. Only beside weights on a
+    GPU a table of at most `GPU_TABLE_BYTES` lies with them.
     """
 
     def __init__(
@@ -136,16 +140,18 @@ class Engram(nn.Module):
 
     def forward(self, streams: Tensor, rows: Tensor) -> Tensor:
         """streams [T, hc, D]; rows int64 [T, columns] (`EngramHasher.rows` of this layer) -> new streams, see `engram_gate`."""
-        keys_value = self.wkv(self.gather(rows).to(streams.device))
+        keys_value = self.wkv(self.gather(rows, streams.device))
         return engram_gate(streams, keys_value, self.qk_weight, self.norm_eps)
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor, device: torch.device | None = None) -> Tensor:
         """Dequantised table rows, concatenated per token: int64 [T, columns] -> ``dtype`` [T, columns * head_dim] (exact)."""
-        return engram_gather(rows.to(self.table.device), self.table, self.table_scale, self.dtype)
+        return engram_gather(rows, self.table, self.table_scale, self.dtype, device)
 
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.embed`` (kept as the reader gives it), ``.wkv``, ``.q_weight`` and ``.k_weight``."""
         self.table = read(f"{prefix}.embed.weight").view(torch.uint8)
         self.table_scale = read(f"{prefix}.embed.scale")
+        if self.qk_weight.is_cuda and self.table.nbytes <= GPU_TABLE_BYTES:
+            self.table, self.table_scale = self.table.to(self.qk_weight.device), self.table_scale.to(self.qk_weight.device)
         self.wkv.load(read, f"{prefix}.wkv")
         self.qk_weight.copy_(read(f"{prefix}.q_weight").float() * read(f"{prefix}.k_weight").float())

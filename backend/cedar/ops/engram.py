@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import torch
 from torch import Tensor
 
@@ -10,27 +13,106 @@ from cedar.cache.formats import unpack_fp8
 from cedar.ops.native import NativeUnsupported
 from cedar.ops.provider import FusedOp
 
+STAGED_TOKENS = 256
+"""From how many tokens on the CPU gathers from pinned host memory: a GPU reads it row by row, a copy at the link's full speed."""
+_CHUNK_TOKENS = 1024
+"""Of one copy; the CPU gathers the next ones meanwhile."""
+
 
 @FusedOp
-def engram_gather(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantised table rows, concatenated per token (exact): [T, columns * d] in ``dtype``.
+def engram_gather(
+    rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Dequantised table rows, concatenated per token (exact): [T, columns * d] in ``dtype``, on ``device`` or where the rows are.
 
     rows: int64 [T, columns]; below 0: a row of zeros. table: uint8 [R, d], E4M3 codes; table_scale: uint8 [R, d/32], UE8M0.
-    All on one device; or rows on a GPU and the table in pinned host memory, from which its body reads.
+    Or the result on a GPU and the table in host memory. Then the library does what is fastest:
+
+    * a pinned table and few tokens, or a call that a graph captures: the GPU reads the rows over the link;
+    * from `STAGED_TOKENS` on, or a table that is not pinned (a mapped file): the CPU, with torch's threads, gathers the packed
+      rows, half the bytes of bfloat16, into pinned memory; they are copied without blocking, and the GPU dequantises them. Rows
+      that are on the GPU are waited for: give them on the CPU, where they are computed.
     """
     flat = rows.flatten().to(table.device)
     safe = flat.clamp_min(0)
     values = unpack_fp8(table[safe], table_scale[safe], dtype).masked_fill_(flat[:, None] < 0, 0)
-    return values.view(rows.shape[0], -1).to(rows.device)
+    return values.view(rows.shape[0], -1).to(rows.device if device is None else device)
 
 
 @engram_gather.native
-def _(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    if rows.device != table.device and not (rows.is_cuda and table.is_pinned() and table_scale.is_pinned()):
-        raise NativeUnsupported(f"engram_gather: rows on {rows.device}, a table on {table.device} that is not pinned")
-    out = torch.empty(*rows.shape, table.shape[1], dtype=dtype, device=rows.device)
-    torch.ops.cedar.engram_gather.default(rows, table, table_scale, out)
+def _(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    home = rows.device if device is None else device
+    if table.device.type != home.type:
+        pinned = table.is_pinned() and table_scale.is_pinned()
+        captured = torch.cuda.is_current_stream_capturing()
+        if table.is_cuda or (captured and not pinned):
+            raise NativeUnsupported(f"engram_gather: rows for {home} from a table on {table.device} that is not pinned")
+        if not pinned or (len(rows) >= STAGED_TOKENS and not captured):
+            return staging(home).gather(rows, table, table_scale, dtype)
+    out = torch.empty(*rows.shape, table.shape[1], dtype=dtype, device=home)
+    torch.ops.cedar.engram_gather.default(rows.to(home), table, table_scale, out)
     return out.flatten(1)
+
+
+class Staging:
+    """Pinned memory for packed rows on their way to a device: grown, kept, and not written while a copy reads it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._numbers = torch.empty(0, dtype=torch.int64, device=device)
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def gather(self, rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """`engram_gather` of a table in host memory. Returns before the copies have ended; the current stream waits for them."""
+        rows = rows.to("cpu")
+        (tokens, columns), dim = rows.shape, table.shape[1]
+        out = torch.empty(tokens, columns, dim, dtype=dtype, device=self._device)
+        width = columns * (dim + table_scale.shape[1])
+        with self._lock:
+            self._grow(tokens * width, min(tokens, _CHUNK_TOKENS) * columns)
+            for start in range(0, tokens, _CHUNK_TOKENS):
+                some = rows[start : start + _CHUNK_TOKENS]
+                packed = self._memory[start * width : (start + len(some)) * width]
+                pack_rows(some.flatten(), table, table_scale, packed)
+                moved = packed.to(self._device, non_blocking=True)
+                count = some.numel()
+                codes, scales = moved[: count * dim].view(count, dim), moved[count * dim :].view(count, table_scale.shape[1])
+                numbers = self._numbers[:count].view(some.shape)
+                torch.ops.cedar.engram_gather.default(numbers, codes, scales, out[start : start + len(some)])
+            if self._copied is not None:
+                self._copied.record(torch.cuda.current_stream(self._device))
+        return out.flatten(1)
+
+    def _grow(self, num_bytes: int, count: int) -> None:
+        """At least so many bytes that no copy reads any more, and numbers 0, 1, ..."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._copied is not None)
+        if self._numbers.numel() < count:
+            self._numbers = torch.arange(count, device=self._device)
+
+
+@functools.cache
+def staging(device: torch.device) -> Staging:
+    """The one of a device."""
+    return Staging(device)
+
+
+def pack_rows(rows: Tensor, table: Tensor, table_scale: Tensor, packed: Tensor) -> None:
+    """Rows as stored: all codes, then all scales. rows: int64 [n], dead ones below 0. packed: uint8 [n (d + d/32)], written."""
+    count, dim = len(rows), table.shape[1]
+    codes, scales = packed[: count * dim].view(count, dim), packed[count * dim :].view(count, table_scale.shape[1])
+    dead = rows < 0
+    safe = rows.clamp_min(0)
+    torch.index_select(table, 0, safe, out=codes)
+    torch.index_select(table_scale, 0, safe, out=scales)
+    if bool(dead.any()):
+        codes[dead], scales[dead] = 0, 127
 
 
 @FusedOp

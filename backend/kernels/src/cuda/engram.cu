@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // engram_gather and engram_gate. The table may lie in pinned host memory: its address serves both sides.
+#include <cuda_fp8.h>
+
 #include "bodies.h"
 #include "common.cuh"
 
@@ -7,30 +9,46 @@ namespace cedar::cuda {
 namespace {
 
 constexpr int kGatherThreads = 256, kGateThreads = 256;
+constexpr int64_t kManyRows = 16384;  // with fewer a warp's next row would leave another multiprocessor idle
 
-// A thread has 16 values of a row, half of a scale's group: 16 bytes of codes and one of scales. A row's loads do not wait for
-// each other, and every thread has its own: the more rows are on their way, the less the distance to the host costs.
-template <class T>
+// E4M3 codes, in the low and the high byte, as floats.
+__device__ inline float2 decode_two(uint32_t codes) {
+    const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(codes), __NV_E4M3);
+    return __half22float2(*reinterpret_cast<const __half2*>(&halves));
+}
+
+// A warp has kRows rows, a lane 8 values of each. Rows' loads do not wait for each other: the more are on their way, the less the
+// distance to the host costs.
+template <int kRows, class T>
 __global__ void __launch_bounds__(kGatherThreads) gather(const int64_t* ids, const uint8_t* table, const uint8_t* scales, T* out, int64_t dim,
-                                                         int64_t table_rows, int64_t pieces) {
-    const int64_t i = int64_t(blockIdx.x) * kGatherThreads + threadIdx.x;
-    if (i >= pieces) return;
-    const int64_t per_row = dim / 16, id = ids[i / per_row], piece = i % per_row;
-    float v[16] = {};
-    if (id >= 0 && id < table_rows) {
-        const uint4 codes = __ldg(reinterpret_cast<const uint4*>(table + id * dim) + piece);
-        const uint32_t byte = __ldg(scales + id * (dim / 32) + piece / 2);
-        const float scale = byte == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(byte == 0 ? 0x00400000u : byte << 23);
-        const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+                                                         int64_t table_rows, int64_t rows) {
+    const int64_t first = (int64_t(blockIdx.x) * (kGatherThreads / kWarp) + threadIdx.x / kWarp) * kRows;
+    const int lane = threadIdx.x % kWarp;
+    int64_t id[kRows];
 #pragma unroll
-        for (int j = 0; j < 16; ++j) v[j] = decode_e4m3(words[j / 4] >> j % 4 * 8 & 0xff) * scale;
+    for (int r = 0; r < kRows; ++r) {
+        id[r] = first + r < rows ? __ldg(ids + first + r) : -1;
+        if (id[r] >= table_rows) id[r] = -1;
     }
-    float half[8];
+    for (int64_t at = lane * 8; at < dim; at += kWarp * 8) {
+        uint2 codes[kRows];
+        uint32_t bytes[kRows];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+        for (int r = 0; r < kRows; ++r) {
+            codes[r] = id[r] < 0 ? make_uint2(0, 0) : __ldg(reinterpret_cast<const uint2*>(table + id[r] * dim + at));
+            bytes[r] = id[r] < 0 ? 127 : __ldg(scales + id[r] * (dim / 32) + at / 32);
+        }
 #pragma unroll
-        for (int j = 0; j < 8; ++j) half[j] = v[h * 8 + j];
-        store_pack<8>(out + i * 16 + h * 8, half);
+        for (int r = 0; r < kRows; ++r) {
+            const float scale = bytes[r] == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(bytes[r] == 0 ? 0x00400000u : bytes[r] << 23);
+            float v[8];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 two = decode_two((j < 2 ? codes[r].x : codes[r].y) >> j % 2 * 16 & 0xffff);
+                v[2 * j] = two.x * scale, v[2 * j + 1] = two.y * scale;
+            }
+            if (first + r < rows) store_pack<8>(out + (first + r) * dim + at, v);
+        }
     }
 }
 
@@ -88,12 +106,17 @@ __global__ void __launch_bounds__(kGateThreads) gate(const T* streams, const T* 
     }
 }
 
+template <int kRows, class T>
+int run_gather(const cedar_engram_gather_args& a, void* stream) {
+    constexpr int64_t kBlockRows = kGatherThreads / kWarp * kRows;
+    const int64_t rows = a.rows * a.columns;
+    return finish("engram_gather", launch(gather<kRows, T>, dim3(unsigned((rows + kBlockRows - 1) / kBlockRows)), kGatherThreads, 0, 1, stream,
+                                          a.ids, a.table, a.table_scale, static_cast<T*>(a.out), a.dim, a.table_rows, rows));
+}
+
 template <class T>
 int run_gather(const cedar_engram_gather_args& a, void* stream) {
-    const int64_t pieces = a.rows * a.columns * (a.dim / 16);
-    const dim3 grid(unsigned((pieces + kGatherThreads - 1) / kGatherThreads));
-    return finish("engram_gather", launch(gather<T>, grid, kGatherThreads, 0, 1, stream, a.ids, a.table, a.table_scale, static_cast<T*>(a.out),
-                                          a.dim, a.table_rows, pieces));
+    return a.rows * a.columns < kManyRows ? run_gather<1, T>(a, stream) : run_gather<4, T>(a, stream);
 }
 
 template <class T>

@@ -16,11 +16,11 @@ constexpr int kFp4Rows = 16, kFp4Depth = 128, kFp4Codes = 1024, kFp4Scales = 64;
 
 // The four pairs of a word times the scale, each a bf16 pair: exact.
 __device__ inline void widen_e2m1(uint32_t word, __nv_bfloat162 scale, uint32_t (&pairs)[4]) {
-    const auto turned = [word](int bits) { return __funnelshift_l(word, word, bits); };
+    // of the rotations only the one by 10 brings bits around: the others are shifts, which have another unit than the masks
     pairs[0] = word & 0x81c081c0;
-    pairs[1] = turned(6) & 0x81c081c0;
-    pairs[2] = turned(10) & 0x81c081c0;
-    pairs[3] = (turned(4) & 0x81808180) | (turned(12) & 0x00400040);
+    pairs[1] = (word << 6) & 0x81c081c0;
+    pairs[2] = __funnelshift_l(word, word, 10) & 0x81c081c0;
+    pairs[3] = ((word << 4) & 0x81808180) | (__funnelshift_l(word, word, 12) & 0x00400040);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pairs[i]), scale);

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_fp4: pairs of token and expert are grouped by expert, and each expert's weights are multiplied with its tokens as they come
-// from memory. Launches: plan; first product with swiglu and routing weight; second product; sum over a token's experts. The
-// shared expert is part of both products for few rows, and has its own for many.
+// from memory. Launches: plan; first product with swiglu and routing weight; second product; sum over a token's experts. Streamed
+// (moe_stream.cuh), each begins while the one before ends; of more rows the products are tiled (moe_tiles.cu) or wide
+// (moe_wide.cuh). The shared expert is part of both products, and for very many rows has its own.
 //
 // Rows of weights are the rows of the matrix instruction and tokens its columns. A warp has 16 rows over the whole of k, in
-// rising order, so a result's bits depend neither on the other tokens nor on how pairs are divided.
+// rising order, so a result's bits depend neither on the other tokens nor on how pairs are divided: streamed and tiled ones are
+// the same.
 #include <algorithm>
 
 #include "bodies.h"
-#include "moe.cuh"
-#include "stream.cuh"
+#include "moe_stream.cuh"
 
 namespace cedar::cuda {
 namespace {
 
-constexpr int kPlanThreads = 1024, kStages = 4, kProductWarps = 8;
-constexpr int kRingBytes = kStages * stream_stage_bytes<Fp4Codes>();
+constexpr int kPlanThreads = 1024;
 
 // ---- plan ----
 
@@ -45,6 +45,7 @@ __device__ int sum_to_here(int value, int* totals) {
 // One block. Pairs whose expert does not exist belong to no group.
 __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, int pairs, int experts, int most_tokens, const Groups groups) {
     __shared__ int counts[kPlanThreads], totals[kWarp];
+    release_launch();
     const int e = threadIdx.x;
     counts[e] = 0;
     __syncthreads();
@@ -64,76 +65,21 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, 
         if (ids[pair] >= 0 && ids[pair] < experts) groups.pairs[atomicAdd(&counts[ids[pair]], 1)] = pair;
 }
 
-// ---- products for few tokens per expert ----
-
-// The shared expert's row-major weight as tiles: of rows as they come, or of 8 of w1 and the 8 of w3 beside them.
-template <class Weight, bool kFirst>
-struct SharedRows : RowMajor<Weight> {
-    int64_t inner;
-    __device__ int64_t row(int64_t tile, int half, int lane) const {
-        return kFirst ? half * inner + tile * 8 + lane / 4 : tile * 16 + half * 8 + lane / 4;
-    }
-    __device__ const uint8_t* codes_of(int64_t tile, int half, int lane) const { return this->row_codes(row(tile, half, lane), lane); }
-    __device__ const uint8_t* scales_of(int64_t tile, int half, int lane) const { return this->row_scales(row(tile, half, lane), lane); }
-};
-
-// Block (i, b): tiles [8 i, 8 i + 8), one per warp: for the first shared_blocks b of the shared expert, times 8 NT rows each;
-// then of an expert, times the tokens of block b - shared_blocks of the plan.
-template <int NT, bool kFirst, class Shared>
-__global__ void __launch_bounds__(kProductWarps* kWarp) stream_experts(const ExpertProduct p, const Groups groups, const ExpertProduct shared,
-                                                                       const Shared shared_weight, int experts, int rows, int shared_blocks) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    const bool is_shared = int(blockIdx.y) < shared_blocks;
-    const int number = int(blockIdx.y) - shared_blocks;
-    if (!is_shared && groups.pairs != nullptr && number >= *groups.count) return;
-    const int4 work = is_shared ? make_int4(0, int(blockIdx.y) * NT * 8, min(NT * 8, rows - int(blockIdx.y) * NT * 8), 0)
-                                 : groups.block(number);
-    const int lane = threadIdx.x % kWarp, group = lane / 4, quad = lane % 4, first = work.y, count = work.z;
-    const int tile = int(blockIdx.x) * kProductWarps + threadIdx.x / kWarp;
-    if (tile >= p.tiles || count == 0 || work.x < 0 || work.x >= experts) return;
-    unsigned char* ring = memory + threadIdx.x / kWarp * kRingBytes;
-    const auto multiply = [&](const ExpertProduct& q, const auto& weight, int blocks) {
-        const Bf16* tokens[NT];  // columns that have no token repeat the last one
-#pragma unroll
-        for (int n = 0; n < NT; ++n) tokens[n] = q.x + q.row_of(groups, first + min(n * 8 + group, count - 1)) * q.stride;
-        float c[NT][4] = {};
-        stream_tile<NT, kStages, 1>(weight, tile, 0, blocks, tokens, ring, c);
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int column = n * 8 + quad * 2 + i;
-                if (column < count) store_result<kFirst>(q, groups, first + column, tile, group, c[n][i], c[n][2 + i]);
-            }
-    };
-    if (is_shared) {
-        multiply(shared, shared_weight, int(p.depth * kFp4Depth / Shared::kBlock));
-    } else {
-        const int64_t before = int64_t(work.x) * p.tiles * p.depth;
-        multiply(p, Fp4Codes{p.codes + before * kFp4Codes, p.scales + before * kFp4Scales, p.tiles, p.depth}, p.depth);
-    }
-}
-
 // ---- what is left ----
 
-// x, rounded to MXFP8 or not, in its order or in that for warp groups. A thread has 8 values, 4 threads a group of 32.
-__global__ void prepare_rows(const Bf16* x, Bf16* out, bool quantise, bool ordered, int64_t vectors) {
+// Rounds x to MXFP8. A thread has 8 values, 4 threads a group of 32.
+__global__ void round_rows(const Bf16* x, Bf16* out, int64_t vectors) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i / kWarp * kWarp >= vectors) return;  // lanes behind the end repeat the last vector: a group is never divided
     float v[8];
     load_pack<8>(x + (i < vectors ? i : vectors - 1) * 8, v);
-    if (quantise) {
-        float amax = 0.0f;
+    float amax = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
-        const float scale = power_of_two_scale(max_lanes(amax, 4), 1e-4f, float(1.0 / 448.0));
+    for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
+    const float scale = power_of_two_scale(max_lanes(amax, 4), 1e-4f, float(1.0 / 448.0));
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = decode_e4m3(encode_e4m3(v[j] / scale)) * scale;
-    }
-    if (i >= vectors) return;
-    if (!ordered) return store_pack<8>(out + i * 8, v);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) store_pack<2>(out + i / 4 * 32 + order_for_groups(int(i % 4), j), {v[j], v[j + 1]});
+    for (int j = 0; j < 8; ++j) v[j] = decode_e4m3(encode_e4m3(v[j] / scale)) * scale;
+    if (i < vectors) store_pack<8>(out + i * 8, v);
 }
 
 // The shared expert between its products. hidden [T, 2 inner] -> out [T, inner].
@@ -155,6 +101,7 @@ __global__ void sum_experts(const Bf16* parts, const int64_t* ids, int experts, 
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= vectors) return;
     const int64_t row = i * 8 / hidden, column = i * 8 % hidden;
+    await_launch();
     float total[8] = {}, part[8];
     for (int k = 0; k < top_k; ++k) {
         const int64_t pair = row * top_k + k;
@@ -173,24 +120,21 @@ constexpr int kRowThreads = 256;
 
 unsigned blocks_for(int64_t vectors) { return unsigned((vectors + kRowThreads - 1) / kRowThreads); }
 
-cudaError_t prepare(const Bf16* x, Bf16* out, bool quantise, bool ordered, int64_t values, void* stream) {
-    return launch(prepare_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, stream, x, out, quantise, ordered, values / 8);
+cudaError_t quantise(const Bf16* x, Bf16* out, int64_t values, void* stream) {
+    return launch(round_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, stream, x, out, values / 8);
 }
 
-// In place.
-cudaError_t quantise(Bf16* x, int64_t values, void* stream) { return prepare(x, x, true, false, values, stream); }
+bool is_wide(int64_t rows) { return rows > kNarrowRows && has_groups(); }
 
 // Tokens of a block of the plan, for so many rows of a step.
-int most_tokens(int64_t rows, bool wide) { return rows <= 128 ? 8 : rows <= kStreamRows ? 16 : wide ? kGroupTokens : kTileTokens; }
+int most_tokens(int64_t rows) { return rows <= kStreamRows ? kStreamedTokens : is_wide(rows) ? kGroupTokens : kTileTokens; }
 
-bool is_wide(int64_t rows) { return rows > kStreamRows && has_groups(); }
-
-// Rows that the shared expert takes beside the routed ones, streamed; more are a product of their own.
-bool streams_shared(int64_t rows) { return rows <= kMostTokens; }
+// The shared expert goes beside the routed ones; the wide product has none, and of very many rows its two products fill the device.
+bool takes_shared(int64_t rows) { return rows <= kNarrowRows; }
 
 struct Workspace {
     explicit Workspace(const cedar_moe_fp4_args& a) : base(static_cast<uint8_t*>(a.workspace)) {
-        const int64_t pairs = a.rows * a.top_k, each = most_tokens(a.rows, false);
+        const int64_t pairs = a.rows * a.top_k, each = std::min(most_tokens(a.rows), kTileTokens);
         most_blocks = std::min(pairs, std::min(a.experts, pairs) + pairs / each);
         groups.count = take<int>(1);
         groups.blocks = take<int4>(most_blocks);
@@ -200,8 +144,7 @@ struct Workspace {
         inner = take<Bf16>((pairs + a.rows) * a.inner);
         shared_inner = inner + pairs * a.inner;
         parts = take<Bf16>(pairs * a.hidden);
-        ordered = a.rows > kStreamRows ? take<Bf16>(a.rows * a.hidden) : nullptr;
-        shared_hidden = streams_shared(a.rows) ? nullptr : take<Bf16>(a.rows * 2 * a.inner);
+        shared_hidden = takes_shared(a.rows) ? nullptr : take<Bf16>(a.rows * 2 * a.inner);
         shared = take<Bf16>(a.rows * a.hidden);
     }
     template <class T>
@@ -213,69 +156,76 @@ struct Workspace {
     uint8_t* base;
     int64_t used = CEDAR_COUNTER_BYTES, most_blocks;
     Groups groups;
-    Bf16 *x, *ordered, *inner, *parts, *shared_hidden, *shared_inner, *shared;
+    // parts: what the second product writes, and before that, for the wide one, the first's tokens
+    Bf16 *x, *inner, *parts, *shared_hidden, *shared_inner, *shared;
 };
 
-// The products [T, inner] -> out of the shared expert, and the launch that multiplies the routed ones, with it or without.
-template <int NT, bool kFirst, class Weight>
-cudaError_t stream(const cedar_moe_fp4_args& a, const ExpertProduct& p, const Workspace& w, const Bf16* shared_x, const Weight& weight, void* stream) {
-    const int shared_blocks = streams_shared(a.rows) ? int((a.rows + NT * 8 - 1) / (NT * 8)) : 0;
-    const dim3 grid(unsigned((p.tiles + kProductWarps - 1) / kProductWarps), unsigned(w.most_blocks + shared_blocks));
-    ExpertProduct shared = p;
-    shared.x = shared_x;
-    shared.top_k = 0;
-    shared.weights = nullptr;
-    shared.out = kFirst ? w.shared_inner : w.shared;
-    shared.direct = true;
-    const SharedRows<Weight, kFirst> rows{{weight, 0, 0}, a.inner};
-    return launch(stream_experts<NT, kFirst, SharedRows<Weight, kFirst>>, grid, kProductWarps * kWarp,
-                  size_t(kProductWarps) * kRingBytes, 1, stream, p, w.groups, shared, rows, int(a.experts), int(a.rows), shared_blocks);
+// The launch of a product of the experts that are streamed, the shared one among them.
+template <int NT, bool kFirst>
+cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, const Workspace& w, const ExpertProduct& q,
+                           const SharedExpert& shared, void* stream) {
+    int count = 0;
+    const cudaError_t error = multiprocessors(&count);
+    if (error != cudaSuccess) return error;
+    const int units = (shared.rows + NT * 8 - 1) / (NT * 8) * p.tiles;
+    return with_shared_rows<kFirst>(shared, [&](const auto& rows) {
+        constexpr auto kernel = stream_experts<NT, kFirst, std::decay_t<decltype(rows)>>;
+        const dim3 grid(unsigned(count * kStreamBlocks));
+        const size_t bytes = size_t(kStreamWarps) * kRingBytes;
+        if (kFirst && a.rows == 1)  // nothing of this operation runs before it
+            return launch(kernel, grid, kStreamWarps * kWarp, bytes, 1, stream, p, w.groups, q, rows, int(a.experts), shared.rows, units,
+                          int(a.top_k));
+        return launch_early(kernel, grid, kStreamWarps * kWarp, bytes, stream, p, w.groups, q, rows, int(a.experts), shared.rows, units,
+                            int(a.top_k));
+    });
 }
 
 template <bool kFirst>
-cudaError_t multiply(const cedar_moe_fp4_args& a, const ExpertProduct& p, const Workspace& w, const Bf16* shared_x, void* to) {
-    if (a.rows > kStreamRows) return multiply_tiles<kFirst>(p, w.groups, w.most_blocks, is_wide(a.rows), to);
-    const void* weight = kFirst ? a.shared_w13 : a.shared_w2;
-    const int64_t in_dim = kFirst ? a.hidden : a.inner;
-    const bool few = most_tokens(a.rows, false) == 8;
-    if (a.shared_type == CEDAR_BF16) {
-        const Bf16Weight dense{static_cast<const Bf16*>(weight), in_dim};
-        return few ? stream<1, kFirst>(a, p, w, shared_x, dense, to) : stream<2, kFirst>(a, p, w, shared_x, dense, to);
-    }
-    const Fp8Weight dense{static_cast<const uint8_t*>(weight), kFirst ? a.shared_w13_scale : a.shared_w2_scale, in_dim, (in_dim + 31) / 32};
-    return few ? stream<1, kFirst>(a, p, w, shared_x, dense, to) : stream<2, kFirst>(a, p, w, shared_x, dense, to);
+cudaError_t multiply(const cedar_moe_fp4_args& a, const ExpertProduct& p, const Workspace& w, const Bf16* shared_x, void* stream) {
+    if (is_wide(a.rows)) return multiply_wide<kFirst>(p, w.groups, stream);
+    ExpertProduct q = p;
+    q.x = shared_x;
+    q.top_k = 0;
+    q.weights = nullptr;
+    q.out = kFirst ? w.shared_inner : w.shared;
+    q.direct = true;
+    const SharedExpert shared = {kFirst ? a.shared_w13 : a.shared_w2, kFirst ? a.shared_w13_scale : a.shared_w2_scale, a.shared_type,
+                                 kFirst ? a.hidden : a.inner, kFirst ? 2 * a.inner : a.hidden, takes_shared(a.rows) ? int(a.rows) : 0};
+    if (a.rows > kStreamRows) return multiply_tiles<kFirst>(p, w.groups, w.most_blocks, q, shared, stream);
+    return a.rows <= 8 ? stream_product<1, kFirst>(a, p, w, q, shared, stream) : stream_product<4, kFirst>(a, p, w, q, shared, stream);
 }
 
-// The shared expert of many rows: its two products, the same sums as streamed.
+// The shared expert of very many rows: its two products.
 int shared_expert(const cedar_moe_fp4_args& a, const Workspace& w, const Bf16* x, void* stream) {
     const Dense first{x, a.rows, a.hidden, 2 * a.inner, a.shared_w13, a.shared_w13_scale, a.shared_type, w.shared_hidden};
     if (const int status = dense_product("moe_fp4", first, stream)) return status;
     const int64_t values = a.rows * a.inner;
     cudaError_t error = launch(gate_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, stream, w.shared_hidden, w.shared_inner, a.inner,
                                float(a.limit), values / 8);
-    if (error == cudaSuccess && a.act_quant) error = quantise(w.shared_inner, values, stream);
+    if (error == cudaSuccess && a.act_quant) error = quantise(w.shared_inner, w.shared_inner, values, stream);
     if (error != cudaSuccess) return finish("moe_fp4", error);
-    return dense_product("moe_fp4", {w.shared_inner, a.rows, a.inner, a.hidden, a.shared_w2, a.shared_w2_scale, a.shared_type, w.shared}, stream);
+    const Dense second{w.shared_inner, a.rows, a.inner, a.hidden, a.shared_w2, a.shared_w2_scale, a.shared_type, w.shared};
+    return dense_product("moe_fp4", second, stream);
 }
 
-// The plan and both products of all experts that are streamed or tiled.
+// The plan and both products of all experts that the grouped launches take.
 cudaError_t routed_experts(const cedar_moe_fp4_args& a, const Workspace& w, const Bf16* x, void* stream) {
     const int pairs = int(a.rows * a.top_k);
     const bool wide = is_wide(a.rows);
     cudaError_t error = cudaSuccess;
-    if (a.rows > 1) error = launch(plan_groups, dim3(1), kPlanThreads, 0, 1, stream, a.ids, pairs, int(a.experts), most_tokens(a.rows, wide),
-                                w.groups);
-    if (error == cudaSuccess && wide) error = prepare(x, w.ordered, false, true, a.rows * a.hidden, stream);
+    if (a.rows > 1)
+        error = launch(plan_groups, dim3(1), kPlanThreads, 0, 1, stream, a.ids, pairs, int(a.experts), most_tokens(a.rows), w.groups);
+    if (error == cudaSuccess && wide) error = group_for_wide(x, w.parts, w.groups, w.most_blocks, int(a.top_k), a.hidden, stream);
     if (error != cudaSuccess) return error;
-    const ExpertProduct first = {static_cast<const uint8_t*>(a.w13), a.w13_scale, wide ? w.ordered : x, int(2 * a.inner / kFp4Rows), int(a.hidden / kFp4Depth), a.hidden,
-                                 int(a.top_k), float(a.limit), a.weights, w.inner, a.inner, false, wide};
+    const ExpertProduct first = {static_cast<const uint8_t*>(a.w13), a.w13_scale, wide ? w.parts : x, int(2 * a.inner / kFp4Rows),
+                                 int(a.hidden / kFp4Depth), a.hidden, int(a.top_k), float(a.limit), a.weights, w.inner, a.inner, false};
     error = multiply<true>(a, first, w, x, stream);
     // one run of values where the shared expert's inner rows lie behind the routed ones
-    const int64_t inner_rows = pairs + (streams_shared(a.rows) ? a.rows : 0);
-    if (error == cudaSuccess && a.act_quant) error = quantise(w.inner, inner_rows * a.inner, stream);
+    const int64_t inner_rows = pairs + (takes_shared(a.rows) ? a.rows : 0);
+    if (error == cudaSuccess && a.act_quant) error = quantise(w.inner, w.inner, inner_rows * a.inner, stream);
     if (error != cudaSuccess) return error;
     const ExpertProduct second = {static_cast<const uint8_t*>(a.w2), a.w2_scale, w.inner, int(a.hidden / kFp4Rows), int(a.inner / kFp4Depth),
-                                  a.inner, 0, 0.0f, nullptr, w.parts, a.hidden, false, false};
+                                  a.inner, 0, 0.0f, nullptr, w.parts, a.hidden, false};
     return multiply<false>(a, second, w, w.shared_inner, stream);
 }
 
@@ -293,16 +243,18 @@ int moe_fp4(const cedar_moe_fp4_args& a, void* stream) {
     const Bf16* x = static_cast<const Bf16*>(a.x);
     cudaError_t error = cudaSuccess;
     if (a.act_quant) {
-        error = prepare(x, w.x, true, false, a.rows * a.hidden, stream);
+        error = quantise(x, w.x, a.rows * a.hidden, stream);
         x = w.x;
     }
     if (error == cudaSuccess) error = routed_experts(a, w, x, stream);
     if (error != cudaSuccess) return finish("moe_fp4", error);
-    if (!streams_shared(a.rows))
+    if (!takes_shared(a.rows))
         if (const int status = shared_expert(a, w, x, stream)) return status;
     const int64_t vectors = a.rows * a.hidden / 8;
-    return finish("moe_fp4", launch(sum_experts, dim3(blocks_for(vectors)), kRowThreads, 0, 1, stream, w.parts, a.ids, int(a.experts), int(a.top_k),
-                                    w.shared, static_cast<Bf16*>(a.out), a.hidden, vectors));
+    const dim3 grid(blocks_for(vectors));
+    Bf16* const out = static_cast<Bf16*>(a.out);
+    return finish("moe_fp4", launch_early(sum_experts, grid, kRowThreads, 0, stream, w.parts, a.ids, int(a.experts), int(a.top_k), w.shared, out,
+                                          a.hidden, vectors));
 }
 
 }  // namespace cedar::cuda

@@ -6,7 +6,12 @@
 
 namespace cedar::cuda {
 
-constexpr int64_t kStreamRows = 640;  // with more rows an expert has so many tokens that the products are tiled
+#ifndef CEDAR_MOE_STREAM_ROWS
+#define CEDAR_MOE_STREAM_ROWS 128
+#endif
+
+constexpr int64_t kStreamRows = CEDAR_MOE_STREAM_ROWS;  // with more rows an expert has so many tokens that the products are tiled
+constexpr int64_t kNarrowRows = 640;                    // and with more than these by Hopper's own instruction, where there is one
 constexpr int kTileTokens = 64, kGroupTokens = 96;  // of a block, tiled; and by Hopper's own matrix instruction
 
 // Pairs (token top_k + k) grouped by expert; block: (expert, first place, number of places, 0).
@@ -17,11 +22,11 @@ struct Groups {
     const int64_t* ids;
 
     __device__ int4 block(int number) const {
-        if (pairs != nullptr) return blocks[number];
+        if (pairs != nullptr) return __ldcg(&blocks[number]);
         const int64_t id = ids[number];
         return make_int4(id < 0 || id > 0x7fffffff ? -1 : int(id), number, 1, 0);
     }
-    __device__ int pair(int place) const { return pairs != nullptr ? pairs[place] : place; }
+    __device__ int pair(int place) const { return pairs != nullptr ? __ldcg(&pairs[place]) : place; }
 };
 
 // One of the experts' two products. The first (top_k > 0) has rows of w1 and w3 by turns of 8 and reads tokens; the second reads
@@ -38,7 +43,6 @@ struct ExpertProduct {
     Bf16* out;
     int64_t out_stride;
     bool direct;            // places are rows: the shared expert
-    bool ordered;           // results as order_for_groups puts them
 
     __device__ int64_t row_of(const Groups& groups, int place) const { return top_k > 0 ? groups.pair(place) / top_k : place; }
 };
@@ -61,8 +65,7 @@ __device__ inline void store_result(const ExpertProduct& p, const Groups& groups
     const int pair = p.direct ? place : groups.pair(place);
     if constexpr (kFirst) {
         const float value = swiglu(rounded<Bf16>(low), rounded<Bf16>(high), p.limit) * (p.direct ? 1.0f : p.weights[pair]);
-        const int column = p.ordered ? tile / 4 * 32 + order_for_groups(tile % 4, row) : tile * 8 + row;
-        p.out[place * p.out_stride + column] = from_float<Bf16>(value);
+        p.out[place * p.out_stride + tile * 8 + row] = from_float<Bf16>(value);
     } else {
         Bf16* to = p.out + pair * p.out_stride + tile * 16 + row;
         to[0] = from_float<Bf16>(low);
@@ -70,9 +73,27 @@ __device__ inline void store_result(const ExpertProduct& p, const Groups& groups
     }
 }
 
-// For many tokens per expert (moe_tiles.cu).
+// One of the shared expert's matrices.
+struct SharedExpert {
+    const void* weight;
+    const uint8_t* scale;
+    int64_t type, in_dim, out_dim;
+    int rows;               // tokens; 0: none
+};
+
+// For many tokens per expert (moe_tiles.cu). `shared`, `q`: the shared expert's part, which the portable kernel takes along.
 template <bool kFirst>
-cudaError_t multiply_tiles(const ExpertProduct& p, const Groups& groups, int64_t most_blocks, bool wide, void* stream);
+cudaError_t multiply_tiles(const ExpertProduct& p, const Groups& groups, int64_t most_blocks, const ExpertProduct& q,
+                           const SharedExpert& shared, void* stream);
+
+// The same by Hopper's matrix instruction, for the routed experts alone. x and the first product's results lie as moe_wide.cuh
+// says; group_for_wide brings tokens there.
+template <bool kFirst>
+cudaError_t multiply_wide(const ExpertProduct& p, const Groups& groups, void* stream);
+cudaError_t group_for_wide(const Bf16* x, Bf16* out, const Groups& groups, int64_t most_blocks, int top_k, int64_t hidden, void* stream);
+
+// Multiprocessors of the current device, or an error.
+cudaError_t multiprocessors(int* count);
 
 // y = x W^T in bf16, summed in rising order of k, for more than 64 rows (linear.cu). Returns a status.
 struct Dense {

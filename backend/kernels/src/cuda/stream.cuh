@@ -50,7 +50,7 @@ __device__ inline void stream_tile(const Weight& weight, int64_t tile, int part,
         for (int n = 0; n < NT; ++n)
 #pragma unroll
             for (int unit = 0; unit < Weight::kUnits; ++unit)
-                b[n][unit] = load_cached(from[n] + Weight::chunk(unit, 0) * 8);
+                b[n][unit] = *reinterpret_cast<const uint4*>(from[n] + Weight::chunk(unit, 0) * 8);
 #pragma unroll
         for (int n = 0; n < NT; ++n) from[n] += kParts * Weight::kBlock;
         await_copies<kStages - 2>();

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies of whole runs of memory by the copy engine, barriers that count their bytes, and launches that begin before the one
+// before them has ended. On every architecture from sm_90 on.
+#pragma once
+
+#include "common.cuh"
+
+namespace cedar::cuda {
+
+__device__ inline uint32_t shared_address(const void* shared) { return uint32_t(__cvta_generic_to_shared(shared)); }
+
+// A barrier's phase ends when so many arrivals have come and all bytes that they announced.
+__device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Barriers that this thread initialised are seen by copies, and by threads behind the next barrier of theirs.
+__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrive, and announce bytes.
+__device__ inline void announce_bytes(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ inline void await_barrier(uint64_t* barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again;\n}\n" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// What this thread and those that it has waited for did in shared memory comes before the copies that it starts from here on.
+__device__ inline void release_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// L2 gives up first what is read with this.
+__device__ inline uint64_t read_once_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// One thread's order; both addresses and the number of bytes are multiples of 16.
+__device__ inline void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+__device__ inline void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+                 : "memory");
+}
+
+// ---- launches that overlap ----
+
+// The launch before has ended, and what it wrote is seen from here on; so has everything before it.
+__device__ inline void await_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next launch may begin once all blocks have come here.
+__device__ inline void release_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+#ifndef CEDAR_EARLY_LAUNCHES
+#define CEDAR_EARLY_LAUNCHES 1
+#endif
+
+// A launch whose blocks may begin when those of the one before have released it: they must await it.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, void* stream, Arguments... arguments) {
+    if (shared > 32 * 1024) {
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+        if (error != cudaSuccess) return error;
+    }
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = CEDAR_EARLY_LAUNCHES;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+}  // namespace cedar::cuda
