@@ -40,6 +40,7 @@ class Case:
     candidates: Tensor | None = None
     most: int = 0
     quantise: bool = True
+    block: int = BLOCK
 
     def rows(self, part: slice) -> Case:
         fields = {name: getattr(self, name)[part].contiguous() for name in ("query", "weight", "angle", "base", "visible")}
@@ -66,7 +67,7 @@ class Case:
                     self.visible,
                 ),
                 *(self.candidates, index, slots, blocks),
-                *(MXFP4, self.top_k, most, self.per_page, BLOCK, self.quantise, 0.5),
+                *(MXFP4, self.top_k, most, self.per_page, self.block, self.quantise, 0.5),
             )
         return [index, slots, blocks]
 
@@ -79,7 +80,7 @@ class Case:
         positions = torch.arange(visible, device="cuda")
         if self.candidates is not None:
             blocks = self.candidates[row][self.candidates[row] >= 0]
-            positions = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten()
+            positions = (blocks[:, None] * self.block + torch.arange(self.block, device="cuda")).flatten()
             positions = positions[positions < visible]
         query = rotate(self.query[row : row + 1], self.angle[row : row + 1].cos(), self.angle[row : row + 1].sin())[0]
         query = (fq4x(query) if self.quantise else query).double()
@@ -105,9 +106,9 @@ class Case:
             self._check_choice(positions, scores, chosen, exact)
             if blocks is None:
                 continue
-            numbers = torch.arange(-(-int(self.visible[row]) // BLOCK), device="cuda")
-            padded = torch.nn.functional.pad(scores, (0, len(numbers) * BLOCK - len(scores)), value=-torch.inf)
-            best = padded.view(-1, BLOCK).amax(1)
+            numbers = torch.arange(-(-int(self.visible[row]) // self.block), device="cuda")
+            padded = torch.nn.functional.pad(scores, (0, len(numbers) * self.block - len(scores)), value=-torch.inf)
+            best = padded.view(-1, self.block).amax(1)
             best[-1:] = torch.inf
             count = min(self.publish, len(numbers))
             assert (blocks[row, count:] == -1).all()
@@ -167,7 +168,7 @@ def restricted(x: Case, columns: int, seed: int = 1) -> Case:
     g = torch.Generator().manual_seed(seed)
     candidates = torch.full((len(x.query), columns), -1)
     for row, visible in enumerate(x.visible.tolist()):
-        blocks = -(-visible // BLOCK)
+        blocks = -(-visible // x.block)
         some = torch.randperm(max(blocks - 1, 0), generator=g)[: columns - 1]
         some = torch.cat([some.sort().values, torch.arange(blocks)[-1:]])
         candidates[row, : len(some)] = some
@@ -205,6 +206,14 @@ def test_a_chunk_selects_otherwise_than_its_rows_alone(coarse: bool) -> None:
 @pytest.mark.parametrize("columns", [1, 64, 100, 2048])
 def test_a_restricted_search_leaves_its_blocks(columns: int, coarse: bool) -> None:
     x = restricted(case([*VISIBLE, 60000], coarse=coarse), columns)
+    x.check(x.run(), coarse)
+
+
+@pytest.mark.parametrize("coarse", [True, False])
+def test_larger_blocks_are_taken_for_smaller(coarse: bool) -> None:
+    x = replace(case([*VISIBLE, 60_000], coarse=coarse, publish=70), block=24)
+    x.check(x.run(), coarse)
+    x = restricted(x, 100)
     x.check(x.run(), coarse)
 
 
@@ -263,6 +272,25 @@ def test_a_row_depends_on_its_batch() -> None:
     assert_rows_alone(lambda part: sparse.rows(part).run(), 7)
 
 
+@pytest.mark.parametrize("rows", [48, 100, 200])
+@pytest.mark.parametrize("visible", [2600, 40_000])
+def test_more_rows_are_searched_otherwise(rows: int, visible: int) -> None:
+    """As many blocks choose for a row as the number of rows and entries allows."""
+    x = case(list(range(visible, visible + rows)), shared=True, publish=300)
+    x = replace(x, most=visible + rows)
+    sparse = restricted(x, 128)
+    for search in (x, sparse):
+        results = search.run()
+        for start in (0, rows // 2):
+            part = slice(start, start + 2)
+            some = search.rows(part)
+            some.check(some.run(), False)
+            for one, every in zip(some.run(), results, strict=True):
+                assert (one is None) == (every is None)
+                if one is not None and every is not None:
+                    assert torch.equal(one, every[part])
+
+
 def test_a_nan_spreads_to_other_rows() -> None:
     x = case([3000, 9000, 5000], publish=100)
     x = replace(x, quantise=False)
@@ -319,3 +347,20 @@ def test_a_captured_call_cannot_be_replayed() -> None:
         assert one is not None
         assert other is not None
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_an_early_launch_reads_scores_of_the_call_before(sparse: bool) -> None:
+    """Of calls one after the other the selection starts before the scores are there, which it has to await."""
+    cases = [case([9000 + 5 * n, 20_001, 300], publish=100, seed=n) for n in range(4)]
+    cases = [restricted(x, 900, seed=n) for n, x in enumerate(cases)] if sparse else cases
+    alone = []
+    for x in cases:
+        alone.append(x.run())
+        torch.cuda.synchronize()
+    for results in ([x.run() for x in cases] for _ in range(20)):
+        for result, expected in zip(results, alone, strict=True):
+            for one, other in zip(result, expected, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None and other is not None:
+                    assert torch.equal(one, other)

@@ -1,86 +1,154 @@
 // SPDX-License-Identifier: Apache-2.0
-// mqa_logits_topk in two launches: scores of the rows' entries into the workspace, then a block per row that chooses.
+// mqa_logits_topk in two launches: scores of the rows' entries into the workspace, then a cluster of blocks per row that chooses.
+#include <cstddef>
+
 #include "bodies.h"
 #include "index_score.cuh"
-#include "select.cuh"
 
 namespace cedar::cuda {
 namespace index {
 
-constexpr int64_t kMostScores = int64_t(1) << 26;  // floats of the workspace, while one row does not need more
+constexpr int64_t kMostScores = int64_t(1) << 26;  // of the workspace, while one row does not need more
+constexpr int kMostRun = 24 * 1024;                // items of a block of a cluster
+constexpr int kPerSm = 4;                          // blocks of the selection
+constexpr int kShortRun = 4096;                    // items of a block that need no more blocks
 
-// Columns with an entry, of a row with candidates: they come first.
-__device__ int count_candidates(const Search& s, int64_t row, int64_t visible, uint32_t* sums) {
-    const int64_t* blocks = s.a.candidates + row * s.a.candidate_blocks;
-    uint32_t mine = 0;
-    for (int64_t i = threadIdx.x; i < s.a.candidate_blocks; i += kSelectThreads) {
-        const int64_t begin = blocks[i] * s.a.block;
-        if (begin >= 0 && begin < visible) mine += uint32_t(min(s.a.block, visible - begin));
+// A block's run of a row's items, which are numbered over the cluster.
+struct Run {
+    __device__ Run(const Cluster& cluster, int items) {
+        const int each = (items + int(cluster.num_blocks()) - 1) / int(cluster.num_blocks());
+        first = min(each * int(cluster.block_rank()), items);
+        count = min(each, items - first);
     }
-    const uint32_t sum = prefix_sum(mine, sums);
-    if (threadIdx.x == kSelectThreads - 1) sums[0] = sum;
-    __syncthreads();
-    const int count = int(sums[0]);
-    __syncthreads();
-    return count;
+    int first, count;
+};
+
+// The dynamic shared memory behind the selection: the run's maxima, then which of them lead to keys.
+__device__ inline uint32_t* run_maxima() { return reinterpret_cast<uint32_t*>(&selection() + 1); }
+constexpr int kRunMaxima = sizeof(Selection) / sizeof(uint32_t), kKept = offsetof(Selection, keys) / sizeof(uint32_t);
+
+// Keys of the listed blocks, where they were written.
+struct ListedKeys {
+    const uint32_t* scores;  // of the run
+    const uint16_t* list;
+    __device__ int column(int i) const { return int(list[i / kBlockRows]) * kBlockRows + i % kBlockRows; }
+    __device__ uint32_t operator()(int i) const { return __ldcg(scores + column(i)); }
+};
+
+// Puts the highest keys of items of `each` key blocks there. Between what they all are: see bounds.
+__device__ Range load_maxima(const Cluster& cluster, const Run& run, int items, const uint32_t* maxima, int each, int wanted) {
+    uint32_t* const own = run_maxima();
+    uint32_t highest = 0, lowest = 0xffffffffu;
+    const auto take = [&](int i, uint32_t key) {
+        own[i] = key;
+        highest = max(highest, key);
+        lowest = min(lowest, key);
+    };
+    if (each == 1) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < run.count; i += kSelectThreads) take(i, __ldcg(maxima + run.first + i));
+    } else {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < run.count; i += kSelectThreads) {
+            uint32_t key = 0;
+#pragma unroll 1
+            for (int b = 0; b < each; ++b) key = max(key, __ldcg(maxima + int64_t(run.first + i) * each + b));
+            take(i, key);
+        }
+    }
+    return bounds(cluster, highest, lowest, items, wanted);
 }
 
-__device__ void select_entries(const Search& s, int64_t row, const float* scores) {
+// list[0, result): the items of the run that reach `least`, ascending.
+__device__ int list_blocks_above(const Run& run, uint32_t least, uint16_t* list) {
+    const uint32_t* const own = run_maxima();
     Selection& memory = selection();
+    const int each = (run.count + kSelectThreads - 1) / kSelectThreads | 1;  // odd: threads read from different banks
+    const int first = min(int(threadIdx.x) * each, run.count), last = min(first + each, run.count);
+    uint32_t mine = 0;
+    for (int i = first; i < last; ++i) mine += own[i] >= least;
+    const uint32_t through = prefix_sum(mine, memory.sums);
+    if (threadIdx.x == kSelectThreads - 1) memory.total = through;
+    uint32_t place = through - mine;
+    for (int i = first; i < last; ++i)
+        if (own[i] >= least) list[place++] = uint16_t(i);
+    __syncthreads();
+    return int(memory.total);
+}
+
+__device__ void write_entry(const Search& s, int64_t row, int64_t base, int i, int64_t position) {
+    s.a.index[row * s.a.width + i] = position;
+    s.a.slots[row * s.a.width + i] = position < 0 ? 0 : pool_row(s, base, position);
+}
+
+__device__ void select_entries(const Search& s, const Cluster& cluster, int64_t row, const uint32_t* scores, const uint32_t* maxima,
+                               int most_items) {
     const cedar_mqa_logits_topk_args& a = s.a;
     const int64_t visible = a.visible[row], base = a.base[row];
-    const int n = a.candidates == nullptr ? int(visible) : count_candidates(s, row, visible, memory.sums);
-    const int chosen = min(n, int(a.top_k));
-    if (chosen < n) choose([=](int i) { return ordered_bits(__ldcg(scores + i)); }, n, chosen);
-    for (int64_t i = threadIdx.x; i < a.width; i += kSelectThreads) {
-        int64_t position = -1, slot = 0;
-        if (i < chosen) {
-            position = chosen < n ? int64_t(memory.chosen[i]) : i;
-            if (a.candidates != nullptr)
-                position = a.candidates[row * a.candidate_blocks + position / a.block] * a.block + position % a.block;
-            slot = pool_row(s, base, position);
-        }
-        a.index[row * a.width + i] = position;
-        a.slots[row * a.width + i] = slot;
+    const int self = int(cluster.block_rank() * kSelectThreads + threadIdx.x), all = int(cluster.num_blocks()) * kSelectThreads;
+    if (a.candidates == nullptr && visible <= a.top_k) {
+        for (int i = self; i < a.width; i += all) write_entry(s, row, base, i, i < visible ? i : -1);
+        return;
     }
+    Selection& memory = selection();
+    const int blocks = key_blocks(s, visible), wanted = int(a.top_k);
+    const Run run(cluster, blocks);
+    clear_bins();
+    await_launch();
+    Range range = load_maxima(cluster, run, blocks, maxima, 1, wanted);
+    if (blocks > kMostKept / kBlockRows * int(cluster.num_blocks()))  // not all keys may be kept
+        range.least = narrow(cluster, SharedKeys{kRunMaxima}, run.count, uint32_t(wanted), range);
+    uint16_t* const list = reinterpret_cast<uint16_t*>(run_maxima() + most_items);
+    const int count = list_blocks_above(run, range.least, list) * kBlockRows;
+    const ListedKeys keys{scores + int64_t(run.first) * kBlockRows, list};
+    const bool kept = count <= kMostKept;
+    if (kept) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count; i += kSelectThreads) memory.keys[i] = keys(i);
+        __syncthreads();
+    }
+    const Part part =
+        kept ? choose(cluster, SharedKeys{kKept}, count, wanted, range) : choose(cluster, keys, count, wanted, range);
+    for (int i = threadIdx.x; i < part.count; i += kSelectThreads) {
+        const int chosen = run.first * kBlockRows + keys.column(int(memory.chosen[i])), block = int(a.block);
+        int64_t position = chosen;
+        if (a.candidates != nullptr) position = a.candidates[row * a.candidate_blocks + chosen / block] * block + chosen % block;
+        write_entry(s, row, base, part.start + i, position);
+    }
+    for (int i = part.total + self; i < a.width; i += all) write_entry(s, row, base, i, -1);
 }
 
-// The blocks with the best maxima, and the newest. cache: where the maxima are kept, or NULL.
-__device__ void select_blocks(const Search& s, int64_t row, const float* scores, uint32_t* cache) {
-    const Selection& memory = selection();
+// The blocks with the best maxima, and the newest.
+__device__ void select_blocks(const Search& s, const Cluster& cluster, int64_t row, const uint32_t* maxima) {
     const cedar_mqa_logits_topk_args& a = s.a;
-    const int block = int(a.block), blocks = int((a.visible[row] + block - 1) / block), chosen = min(blocks, int(a.published_blocks));
-    const auto best = [=](int b) {
-        uint32_t key = 0;
-        for (int i = 0; i < block; ++i) key = max(key, ordered_bits(__ldcg(scores + int64_t(b) * block + i)));
-        return key;
-    };
-    if (chosen < blocks && chosen > 1) {
-        if (cache != nullptr) {
-            for (int b = threadIdx.x; b < blocks - 1; b += kSelectThreads) cache[b] = best(b);
-            __syncthreads();
-            choose([=](int b) { return cache[b]; }, blocks - 1, chosen - 1);
-        } else {
-            choose(best, blocks - 1, chosen - 1);
-        }
+    int64_t* const out = a.published + row * a.published_blocks;
+    const int blocks = (int(a.visible[row]) + int(a.block) - 1) / int(a.block), wanted = int(a.published_blocks) - 1;
+    const int self = int(cluster.block_rank() * kSelectThreads + threadIdx.x), all = int(cluster.num_blocks()) * kSelectThreads;
+    if (blocks <= a.published_blocks) {
+        for (int i = self; i < a.published_blocks; i += all) out[i] = i < blocks ? i : -1;
+        return;
     }
-    for (int64_t i = threadIdx.x; i < a.published_blocks; i += kSelectThreads) {
-        int64_t number = chosen == blocks ? i : i < chosen - 1 ? int64_t(memory.chosen[i]) : blocks - 1;
-        if (i >= chosen) number = -1;
-        a.published[row * a.published_blocks + i] = number;
-    }
+    const Run run(cluster, blocks - 1);
+    clear_bins();
+    await_launch();
+    const Range range = load_maxima(cluster, run, blocks - 1, maxima, int(a.block / kBlockRows), wanted);
+    const Part part = choose(cluster, SharedKeys{kRunMaxima}, run.count, wanted, range);
+    for (int i = threadIdx.x; i < part.count; i += kSelectThreads) out[part.start + i] = run.first + int64_t(selection().chosen[i]);
+    if (self == 0) out[wanted] = blocks - 1;
 }
 
-constexpr size_t kMostShared = 220 * 1024;
-
-// Blocks (row, 0) choose entries, blocks (row, 1) the candidate blocks.
-__global__ void __launch_bounds__(kSelectThreads) select_rows(const Search s, int bitmap_words, bool cached) {
-    const int64_t row = s.first + blockIdx.x;
-    const float* scores = s.scores + int64_t(blockIdx.x) * s.stride;
+// Clusters (row, 0) choose entries, clusters (row, 1) the candidate blocks. They start before the scores are there, but after all that
+// came before these.
+__global__ void __launch_bounds__(kSelectThreads) select_rows(const Search s, int most_items) {
+    const Cluster cluster = cooperative_groups::this_cluster();
+    const int64_t place = blockIdx.x / cluster.num_blocks();
+    const uint32_t* const maxima = s.maxima + place * (s.stride / kBlockRows);
     if (blockIdx.y == 0)
-        select_entries(s, row, scores);
+        select_entries(s, cluster, s.first + place, s.scores + place * s.stride, maxima, most_items);
     else
-        select_blocks(s, row, scores, cached ? chosen_bitmap() + bitmap_words : nullptr);
+        select_blocks(s, cluster, s.first + place, maxima);
+    await_launch();  // of rows without scores too: what comes after this launch comes after that of the scores
+    await_cluster();  // no block ends while others read its shared memory
 }
 
 // ---- host ----
@@ -95,23 +163,25 @@ int64_t rows_together(const cedar_mqa_logits_topk_args& a) {
     return most < 1 ? 1 : most < a.rows ? most : a.rows;
 }
 
-template <int D, int NT>
+template <int D, int MT, int G>
 cudaError_t run_scores(const Search& s, int multiprocessors, void* stream) {
-    const bool together = s.a.candidates == nullptr && s.rows >= 256;  // a chunk's rows share their keys
-    constexpr int kTogether = 4;
-    const int64_t groups = together ? (s.rows + kTogether - 1) / kTogether : s.rows;
-    const int64_t slots = int64_t(multiprocessors) * (together ? kBlocksPerSm - 1 : kBlocksPerSm);
-    const int64_t runs = s.stride / (kScoreWarps * kRun) + 1;
+    using Block = ScoreBlock<G>;
+    const int64_t groups = (s.rows + G - 1) / G, slots = int64_t(multiprocessors) * Block::kPerSm;
+    const int64_t most = s.stride / (Block::kThreads / kWarp * kRun) + 1;
     int64_t splits = groups * 4 <= slots ? slots / groups : (2 * slots + groups - 1) / groups;
-    splits = splits < runs ? splits : runs;
-    const dim3 grid{unsigned(splits), unsigned(groups)};
-    if (together) return launch(score<D, NT, kTogether>, grid, kScoreThreads, 0, 1, stream, s);
-    return launch(score<D, NT, 1>, grid, kScoreThreads, 0, 1, stream, s);
+    splits = splits < most ? splits : most;
+    return launch(score<D, MT, G>, dim3{unsigned(splits), unsigned(groups)}, Block::kThreads, 0, 1, stream, s);
+}
+
+template <int D, int MT>
+cudaError_t run_rows(const Search& s, int multiprocessors, void* stream) {
+    if (s.a.candidates == nullptr && s.rows >= 256) return run_scores<D, MT, kTogether>(s, multiprocessors, stream);
+    return run_scores<D, MT, 1>(s, multiprocessors, stream);
 }
 
 template <int D>
 cudaError_t run_heads(const Search& s, int multiprocessors, void* stream) {
-    return s.a.heads <= 16 ? run_scores<D, 2>(s, multiprocessors, stream) : run_scores<D, 4>(s, multiprocessors, stream);
+    return s.a.heads <= 16 ? run_rows<D, 1>(s, multiprocessors, stream) : run_rows<D, 2>(s, multiprocessors, stream);
 }
 
 cudaError_t run_dims(const Search& s, int multiprocessors, void* stream) {
@@ -120,10 +190,42 @@ cudaError_t run_dims(const Search& s, int multiprocessors, void* stream) {
     return run_heads<32>(s, multiprocessors, stream);
 }
 
+// Blocks of a cluster: fewer for more rows, while a block's run stays short.
+int cluster_of(const cedar_mqa_logits_topk_args& a, int64_t rows, int multiprocessors) {
+    const int64_t items = columns_of(a) / kBlockRows, clusters = rows * (a.published != nullptr ? 2 : 1);
+    int cluster = kMostBlocks;
+    while (cluster > 1 && clusters * cluster > int64_t(multiprocessors) * kPerSm && items * 2 / cluster <= kShortRun) cluster /= 2;
+    return cluster;
+}
+
+// after_scores: the launch before is that of these rows' scores.
+cudaError_t run_selection(const Search& s, bool after_scores, int multiprocessors, void* stream) {
+    const int cluster = cluster_of(s.a, s.rows, multiprocessors);
+    const int most_items = (int(columns_of(s.a) / kBlockRows + 1 + cluster - 1) / cluster + 3) / 4 * 4;
+    const size_t shared = sizeof(Selection) + size_t(most_items) * (sizeof(uint32_t) + sizeof(uint16_t));
+    const cudaError_t error = cudaFuncSetAttribute(select_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = unsigned(cluster);
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(s.rows * cluster), s.a.published != nullptr ? 2u : 1u);
+    config.blockDim = dim3(kSelectThreads);
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = attributes;
+    config.numAttrs = after_scores ? 2 : 1;
+    return cudaLaunchKernelEx(&config, select_rows, s, most_items);
+}
+
 }  // namespace index
 
 int64_t mqa_logits_topk_workspace(const cedar_mqa_logits_topk_args& a) {
-    return CEDAR_COUNTER_BYTES + index::rows_together(a) * index::stride_of(a) * int64_t(sizeof(float));
+    const int64_t scores = index::rows_together(a) * index::stride_of(a);
+    return CEDAR_COUNTER_BYTES + (scores + scores / kBlockRows) * int64_t(sizeof(uint32_t));
 }
 
 int mqa_logits_topk(const cedar_mqa_logits_topk_args& a, void* stream) {
@@ -134,33 +236,28 @@ int mqa_logits_topk(const cedar_mqa_logits_topk_args& a, void* stream) {
         return fail(CEDAR_UNSUPPORTED, "%s: on a GPU dim 32, 64 or 128, at most %d heads, pages of blocks of 8; not %lld, %lld, %lld", name,
                     index::kMostHeads, (long long)a.dim, (long long)a.heads, (long long)a.per_page);
     if (a.top_k > kMostChosen || (a.published != nullptr && a.published_blocks > kMostChosen) ||
-        (a.candidates != nullptr && a.block % kBlockRows != 0))
+        ((a.candidates != nullptr || a.published != nullptr) && a.block % kBlockRows != 0))
         return fail(CEDAR_UNSUPPORTED, "%s: on a GPU at most %d of each kind are chosen, among blocks of a multiple of 8", name,
                     kMostChosen);
-    const int64_t columns = index::columns_of(a), blocks = a.published != nullptr ? (a.max_visible + a.block - 1) / a.block : 0;
-    const size_t bitmap_words = size_t(columns + 31) / 32;
-    size_t shared = sizeof(Selection) + bitmap_words * 4;
-    if (shared > index::kMostShared || columns >= 1 << kColumnBits)
-        return fail(CEDAR_UNSUPPORTED, "%s: on a GPU at most %zu entries a row, not %lld", name,
-                    (index::kMostShared - sizeof(Selection)) * 8, (long long)columns);
+    constexpr int64_t kMostColumns = int64_t(index::kMostRun) * kMostBlocks * kBlockRows;
+    if (index::columns_of(a) > kMostColumns)
+        return fail(CEDAR_UNSUPPORTED, "%s: on a GPU at most %lld entries a row, not %lld", name, (long long)kMostColumns,
+                    (long long)index::columns_of(a));
     if (a.workspace_bytes < mqa_logits_topk_workspace(a))
         return fail(CEDAR_WORKSPACE, "%s: workspace has %lld bytes", name, (long long)a.workspace_bytes);
-    const bool cached = blocks > 0 && shared + size_t(blocks) * 4 <= index::kMostShared;
-    if (cached) shared += size_t(blocks) * 4;
     int device = 0, multiprocessors = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    index::Search s{a, reinterpret_cast<float*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES), index::stride_of(a), 0, 0, -1};
+    const int64_t together = index::rows_together(a), stride = index::stride_of(a);
+    uint32_t* const scores = reinterpret_cast<uint32_t*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES);
+    index::Search s{a, scores, scores + together * stride, stride, 0, 0, -1};
     if ((a.per_page & (a.per_page - 1)) == 0)
         for (s.page_shift = 0; int64_t(1) << s.page_shift < a.per_page;) ++s.page_shift;
-    const int64_t together = index::rows_together(a);
     for (; s.first < a.rows && error == cudaSuccess; s.first += together) {
         s.rows = int(together < a.rows - s.first ? together : a.rows - s.first);
-        if (a.candidates != nullptr || index::is_scored(a, a.max_visible))
-            error = index::run_dims(s, multiprocessors, stream);
-        if (error != cudaSuccess) break;
-        const dim3 grid{unsigned(s.rows), a.published != nullptr ? 2u : 1u};
-        error = launch(index::select_rows, grid, kSelectThreads, shared, 1, stream, s, int(bitmap_words), cached);
+        const bool scored = a.candidates != nullptr || index::is_scored(a, a.max_visible);
+        if (scored) error = index::run_dims(s, multiprocessors, stream);
+        if (error == cudaSuccess) error = index::run_selection(s, scored, multiprocessors, stream);
     }
     return finish(name, error);
 }

@@ -1,155 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of index keys: products of the matrix instruction with the keys as rows. Of a key, the four lanes of a quad hold a
-// quarter of the dimensions each, straight from memory, which is the order that the queries' fragments in shared memory have too.
-// A block of 8 rows of the pool is one aligned run of bytes, and 4 of them are what a warp scores at a time. A score's bits
-// depend on its row and entry alone.
+// Scores of index keys: products of the matrix instruction with heads as rows and a block of 8 keys as columns. Of a key, the four
+// lanes of a quad hold a quarter of the dimensions each, straight from memory, which is the order that the queries' fragments
+// have too. A block of 8 rows of the pool is one aligned run of bytes, and 4 of them are what a warp scores at a time. A score's
+// bits depend on its row and entry alone.
 #pragma once
 
-#include "ptx.cuh"
-#include "records.cuh"
+#include <type_traits>
+
+#include "index_query.cuh"
 
 namespace cedar::cuda::index {
 
-constexpr int kScoreThreads = 128, kScoreWarps = kScoreThreads / kWarp;
-constexpr int kRunBlocks = 4, kRun = kRunBlocks * kBlockRows;  // keys of a warp at a time
-constexpr int kBlocksPerSm = 4;
-constexpr int kMostHeads = 32;
-constexpr int kQueryShift = 32;  // queries are 2^32 too large and keys 2^32 too small, so that the keys' scales stay in range
-
-struct Search {
-    cedar_mqa_logits_topk_args a;
-    float* scores;   // [rows of this pass, stride]
-    int64_t stride;  // columns, a multiple of 32
-    int64_t first;   // row
-    int rows;
-    int page_shift;  // log2 of per_page, or -1
-};
-
-__device__ inline int64_t pool_row(const Search& s, int64_t base, int64_t entry) {
-    if (s.page_shift >= 0) return (__ldg(s.a.pages + base + (entry >> s.page_shift)) << s.page_shift) + (entry & (s.a.per_page - 1));
-    const uint32_t page = uint32_t(entry) / uint32_t(s.a.per_page);
-    return __ldg(s.a.pages + base + page) * s.a.per_page + (entry - int64_t(page) * s.a.per_page);
-}
-
-__host__ __device__ inline bool is_scored(const cedar_mqa_logits_topk_args& a, int64_t visible) {
-    return visible > a.top_k || (a.published != nullptr && visible > a.published_blocks * a.block);
-}
-
-// The first entry of run block `number` of a row; negative: there is none.
-__device__ inline int64_t entry_of(const cedar_mqa_logits_topk_args& a, int64_t row, int64_t number) {
-    if (a.candidates == nullptr) return number * kBlockRows;
-    const int64_t per_block = a.block / kBlockRows, column = number / per_block;
-    if (column >= a.candidate_blocks) return -1;
-    const int64_t block = __ldg(a.candidates + row * a.candidate_blocks + column);
-    return block < 0 ? -1 : block * a.block + number % per_block * kBlockRows;
-}
-
-template <int D, int NT, int G>
-struct ScoreMemory {
-    uint4 query[G][NT][D / 32][kWarp];  // both steps' pairs of a word
-    float weight[G][NT * 8];
-};
-
-// Queries and weights are bf16 or float32: which of them is asked at run time, once per block, for the sake of fewer kernels.
-__device__ inline void load_values(const Search& s, int64_t at, float (&x)[8]) {
-    if (s.a.type == CEDAR_F32)
-        load_pack(static_cast<const float*>(s.a.query) + at, x);
-    else
-        load_pack(static_cast<const Bf16*>(s.a.query) + at, x);
-}
-
-__device__ inline float load_weight(const Search& s, int64_t at) {
-    return s.a.type == CEDAR_F32 ? static_cast<const float*>(s.a.weight)[at] : to_float(static_cast<const Bf16*>(s.a.weight)[at]);
-}
-
-// Rotates, rounds and lays out the queries of `count` rows from `row` on; zeros where there is no head.
-template <int D, int NT, int G>
-__device__ void prepare(const Search& s, int64_t row, int count, ScoreMemory<D, NT, G>& memory) {
+// Where the key blocks [first, first + count) of a row are: block 0, whose scores nobody uses, where there is none. A thread looks up
+// several at once, since each look-up waits for memory, with candidates twice.
+template <int Threads, class Memory>
+__device__ void list_blocks(const Search& s, int64_t row, int64_t base, int64_t most, int first, int count, Memory& memory) {
+    constexpr int kBatch = 4;
     const cedar_mqa_logits_topk_args& a = s.a;
-    constexpr int kChunks = D / 8;  // words of codes in a head
-    const bool exact = a.type == CEDAR_F32;
-    // whole warps: NT * 8 * kChunks is a multiple of 32
-    for (int i = threadIdx.x; i < count * NT * 8 * kChunks; i += kScoreThreads) {
-        const int chunk = i % kChunks, head = i / kChunks % (NT * 8), token = i / kChunks / (NT * 8);
-        float x[8] = {};
-        if (head < a.heads) load_values(s, ((row + token) * a.heads + head) * D + chunk * 8, x);
-        const int tail = chunk * 8 - (D - 2 * int(a.pairs));
+    const int per_block = a.candidates == nullptr ? 1 : int(a.block) / kBlockRows, per_page = int(a.per_page);
+    const int padded = (count + kRunBlocks - 1) / kRunBlocks * kRunBlocks;
+    for (int from = threadIdx.x; from < padded; from += Threads * kBatch) {
+        int64_t entry[kBatch], page[kBatch];
+        uint32_t number[kBatch];
+        int live[kBatch];
 #pragma unroll
-        for (int p = 0; p < 8; p += 2) {
-            if (tail + p < 0) continue;
-            const int64_t angle = (row + token) * a.pairs + (tail + p) / 2;
-            const float c = a.cos[angle], sine = a.sin[angle], even = x[p], odd = x[p + 1];
-            x[p] = __fsub_rn(__fmul_rn(even, c), __fmul_rn(odd, sine));
-            x[p + 1] = __fadd_rn(__fmul_rn(even, sine), __fmul_rn(odd, c));
-            if (!exact) x[p] = rounded<Bf16>(x[p]), x[p + 1] = rounded<Bf16>(x[p + 1]);
+        for (int i = 0; i < kBatch; ++i) {
+            const int block = first + min(from + i * Threads, count - 1);
+            entry[i] = a.candidates == nullptr ? block : __ldg(a.candidates + row * a.candidate_blocks + block / per_block);
         }
-        if (a.quantise) {
-            float amax = 0.0f;
 #pragma unroll
-            for (int p = 0; p < 8; ++p) amax = fmaxf(amax, fabsf(x[p]));
-            const float scale = power_of_two_scale(max_lanes(amax, kMxGroup / 8), 6.0f * 0x1p-126f, float(1.0 / 6.0));
-#pragma unroll
-            for (int p = 0; p < 8; ++p) {
-                const uint32_t code = encode_e2m1(x[p] / scale), magnitude = code & 7;
-                const float value = magnitude < 2 ? 0.5f * float(magnitude) : __uint_as_float((magnitude << 22) + (126u << 23));
-                x[p] = (code & 8 ? -value : value) * scale;
-            }
+        for (int i = 0; i < kBatch; ++i) {
+            const int at = from + i * Threads;
+            entry[i] = (entry[i] * per_block + (first + at) % per_block) * kBlockRows;
+            live[i] = at >= count || entry[i] < 0 || entry[i] >= most ? 0 : int(min(most - entry[i], int64_t(kBlockRows)));
+            number[i] = s.page_shift >= 0 ? uint32_t(entry[i]) >> s.page_shift : uint32_t(entry[i]) / uint32_t(per_page);
+            page[i] = 0;
+            if (live[i] > 0) page[i] = __ldg(s.a.pages + base + number[i]);
         }
-        uint32_t pairs[4];
 #pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            const __nv_bfloat162 both = __floats2bfloat162_rn(x[p] * 0x1p32f, x[p + 4] * 0x1p32f);
-            pairs[p] = *reinterpret_cast<const uint32_t*>(&both);
+        for (int i = 0; i < kBatch; ++i) {
+            const int at = from + i * Threads;
+            if (at >= padded) break;
+            const uint32_t inside = uint32_t(entry[i]) - number[i] * uint32_t(per_page);
+            memory.places[at] = live[i] == 0 ? 0u : uint32_t(page[i]) * uint32_t(per_page / kBlockRows) + inside / kBlockRows;
+            memory.live[at] = uint8_t(live[i]);
         }
-        // chunk = quad * (D / 32) + word
-        const int quad = chunk / (D / 32), word = chunk % (D / 32);
-        memory.query[token][head / 8][word][head % 8 * 4 + quad] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-    for (int i = threadIdx.x; i < count * NT * 8; i += kScoreThreads) {
-        const int head = i % (NT * 8), token = i / (NT * 8);
-        const float w = head < a.heads ? load_weight(s, (row + token) * a.heads + head) : 0.0f;
-        memory.weight[token][head] = w * float(a.weight_scale);
     }
 }
 
-// A lane's part of the keys of a run: of block m its key lane / 4, of that a quarter of the dimensions.
+// A lane's part of the keys of a run: of each block its key lane / 4, of that a quarter of the dimensions. Of the scales it has all of
+// that key of block lane % 4.
 template <int D>
 struct Keys {
-    uint32_t words[kRunBlocks][D / 32];
-    uint32_t scale[kRunBlocks];
-};
+    static constexpr int kValues = D / 2, kScales = D / kMxGroup, kBytes = kBlockRows * (kValues + kScales), kWords = D / 32;
+    using Scales = std::conditional_t<kScales == 4, uint32_t, std::conditional_t<kScales == 2, uint16_t, uint8_t>>;
+    const uint8_t *values, *scales;  // this lane's of the pool's first block
+    uint32_t words[kRunBlocks][kWords], scale;
 
-template <int D>
-__device__ Keys<D> load_keys(const Search& s, int64_t row, int64_t base, int64_t number, int64_t most, int lane) {
-    constexpr int kValues = D / 2, kBytes = kBlockRows * (kValues + D / kMxGroup), kWords = D / 32;
-    // lane m of four finds block m
-    int64_t at = -1;
-    if (lane < kRunBlocks) {
-        const int64_t entry = entry_of(s.a, row, number + lane);
-        if (entry >= 0 && entry < most) at = pool_row(s, base, entry) / kBlockRows * kBytes;
+    __device__ Keys(const Search& s, int lane) {
+        values = static_cast<const uint8_t*>(s.a.keys) + lane / 4 * kValues + lane % 4 * (kValues / 4);
+        scales = static_cast<const uint8_t*>(s.a.keys) + kBlockRows * kValues + lane / 4 * kScales;
     }
-    Keys<D> keys;
-    const int key = lane / 4, quad = lane % 4;
-#pragma unroll
-    for (int m = 0; m < kRunBlocks; ++m) {
-        const int64_t block = __shfl_sync(kAllLanes, at, m);
-        const uint8_t* bytes = static_cast<const uint8_t*>(s.a.keys) + block;
-#pragma unroll
-        for (int j = 0; j < kWords; ++j) keys.words[m][j] = 0;
-        keys.scale[m] = 0;
-        if (block < 0) continue;
-        const uint8_t* values = bytes + key * kValues + quad * (D / 8);
+
+    // Block m from the pool's block `number`.
+    __device__ void load(int m, uint32_t number) {
+        const uint8_t* const from = values + uint64_t(number) * kBytes;
         if constexpr (kWords == 4) {
-            const uint4 v = load_once(values);
-            keys.words[m][0] = v.x, keys.words[m][1] = v.y, keys.words[m][2] = v.z, keys.words[m][3] = v.w;
+            const uint4 v = load_once(from);
+            words[m][0] = v.x, words[m][1] = v.y, words[m][2] = v.z, words[m][3] = v.w;
         } else {
 #pragma unroll
-            for (int j = 0; j < kWords; ++j) keys.words[m][j] = __ldg(reinterpret_cast<const uint32_t*>(values) + j);
+            for (int j = 0; j < kWords; ++j) words[m][j] = __ldg(reinterpret_cast<const uint32_t*>(from) + j);
         }
-        keys.scale[m] = __ldg(bytes + kBlockRows * kValues + key * (D / kMxGroup) + quad * (D / 4) / kMxGroup);
     }
-    return keys;
-}
+
+    __device__ uint32_t load_scale(uint32_t number) const {
+        return __ldg(reinterpret_cast<const Scales*>(scales + uint64_t(number) * kBytes));
+    }
+
+    // The scale of this lane's values of block m, a byte. All lanes.
+    __device__ uint32_t scale_of(int m, int lane) const {
+        return __shfl_sync(kAllLanes, scale, (lane & ~3) + m) >> lane % 4 * kScales / 4 * 8 & 0xff;
+    }
+};
 
 // 2^(byte - 127 - 32) times the 2^126 that the codes' bits as bf16 lack; NaN for 255.
 __device__ inline __nv_bfloat162 key_scale(uint32_t byte) {
@@ -159,12 +92,14 @@ __device__ inline __nv_bfloat162 key_scale(uint32_t byte) {
     return *reinterpret_cast<const __nv_bfloat162*>(&both);
 }
 
-// Of the codes 0..7 of a word, the pairs (i, i + 4) as bf16.
+// Of the codes 0..7 of a word, the pairs (i, i + 4) as bf16. The product puts the sign and the rest of a code, which no other code
+// is next to, where bf16 has them.
 __device__ inline void widen_word(uint32_t word, __nv_bfloat162 scale, uint32_t (&pairs)[4]) {
-    pairs[0] = ((word << 12) & 0x80008000u) | ((word << 6) & 0x01c001c0u);
-    pairs[1] = ((word << 8) & 0x80008000u) | ((word << 2) & 0x01c001c0u);
-    pairs[2] = ((word << 4) & 0x80008000u) | ((word >> 2) & 0x01c001c0u);
-    pairs[3] = (word & 0x80008000u) | ((word >> 6) & 0x01c001c0u);
+    const uint32_t upper = word >> 8;
+    pairs[0] = ((word & 0x000f000fu) * 0x1040u) & 0x81c081c0u;
+    pairs[1] = ((word & 0x00f000f0u) * 0x0104u) & 0x81c081c0u;
+    pairs[2] = ((upper & 0x000f000fu) * 0x1040u) & 0x81c081c0u;
+    pairs[3] = ((upper & 0x00f000f0u) * 0x0104u) & 0x81c081c0u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pairs[i]), scale);
@@ -172,111 +107,209 @@ __device__ inline void widen_word(uint32_t word, __nv_bfloat162 scale, uint32_t 
     }
 }
 
-// The scores of a run for one token: lane 4 g + q gets that of key g of block q.
-template <int D, int NT, class Fragment>
-__device__ float score_run(const Fragment& fragment, const uint4 (&query)[NT][D / 32][kWarp], const float (&weight)[NT * 8], int lane) {
-    float c[kRunBlocks / 2][NT][4] = {};
+// sums[b][e] += this lane's heads' part of the scores of key 2 q + e of B blocks, q the lane in its quad. x + |x| is relu(x) twice,
+// or a NaN.
+template <int D, int MT, int B, class Query, class Weight, class Fragment>
+__device__ void multiply_blocks(const Query& query, const Weight& weight, const Fragment& fragment, float (*sums)[2]) {
+    float c[B][MT][4] = {};
 #pragma unroll
     for (int j = 0; j < D / 32; ++j) {
-        uint32_t k[kRunBlocks][4];
+        uint32_t k[B][4];
         fragment(j, k);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const uint4 b = query[n][j][lane];
+        for (int m = 0; m < MT; ++m) {
 #pragma unroll
-            for (int m = 0; m < kRunBlocks / 2; ++m) {
-                const uint32_t(&low)[4] = k[2 * m], (&high)[4] = k[2 * m + 1];
-                multiply_bf16(c[m][n], low[0], high[0], low[1], high[1], b.x, b.y);
-                multiply_bf16(c[m][n], low[2], high[2], low[3], high[3], b.z, b.w);
+            for (int step = 0; step < 2; ++step) {
+                const uint4 q = query(m, j, step);
+#pragma unroll
+                for (int b = 0; b < B; ++b) multiply_bf16(c[b][m], q.x, q.y, q.z, q.w, k[b][2 * step], k[b][2 * step + 1]);
             }
         }
     }
-    const int quad = lane % 4;
-    float sums[kRunBlocks] = {};
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        const float2 w = *reinterpret_cast<const float2*>(&weight[n * 8 + quad * 2]);
+    for (int b = 0; b < B; ++b)
 #pragma unroll
-        for (int m = 0; m < kRunBlocks; ++m) {
-            const float* products = &c[m / 2][n][m % 2 * 2];
-            sums[m] = fmaf(w.y, fmaxf(products[1], 0.0f), fmaf(w.x, fmaxf(products[0], 0.0f), sums[m]));
+        for (int e = 0; e < 2; ++e) {
+            sums[b][e] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < 2 * MT; ++n) {
+                const float x = c[b][n / 2][n % 2 * 2 + e];
+                sums[b][e] = fmaf(weight(n), x + fabsf(x), sums[b][e]);
+            }
         }
-    }
-    // the quad's sums, of block q in lane q
-    const bool odd = quad & 1, upper = quad & 2;
-    const float even0 = odd ? sums[1] : sums[0], give0 = odd ? sums[0] : sums[1];
-    const float even1 = odd ? sums[3] : sums[2], give1 = odd ? sums[2] : sums[3];
-    const float pair0 = even0 + __shfl_xor_sync(kAllLanes, give0, 1), pair1 = even1 + __shfl_xor_sync(kAllLanes, give1, 1);
-    return (upper ? pair1 : pair0) + __shfl_xor_sync(kAllLanes, upper ? pair0 : pair1, 2);
 }
 
-// Rows [row, row + count) of one sequence. Warps take runs in turn; the next run's keys are on their way while one is scored, the
-// first one's while the queries are prepared. All threads of the block.
-template <int D, int NT, int G>
-__device__ void score_rows(const Search& s, int64_t row, int count, ScoreMemory<D, NT, G>& memory) {
+// The sums over all heads: lane 8 b + 4 e + q gets that of key 2 q + e of block b.
+__device__ inline float sum_heads(const float (&sums)[kRunBlocks][2], int lane) {
+    const bool upper = lane & 16, middle = lane & 8, odd = lane & 4;
+    float two[2][2], one[2];
+#pragma unroll
+    for (int b = 0; b < 2; ++b)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            two[b][e] = (upper ? sums[b + 2][e] : sums[b][e]) + __shfl_xor_sync(kAllLanes, upper ? sums[b][e] : sums[b + 2][e], 16);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) one[e] = (middle ? two[1][e] : two[0][e]) + __shfl_xor_sync(kAllLanes, middle ? two[0][e] : two[1][e], 8);
+    return (odd ? one[1] : one[0]) + __shfl_xor_sync(kAllLanes, odd ? one[0] : one[1], 4);
+}
+
+// The score of a lane's key of a run, for a query that the warp has. next(m) replaces block m of the keys, which is done with.
+template <int D, int MT, class Next>
+__device__ float score_run(const uint4 (&query)[MT][D / 32][2], const float (&weight)[2 * MT * 8], const Keys<D>& keys, int lane,
+                           const Next& next) {
+    constexpr int kPair = 2;
+    float sums[kRunBlocks][2];
+#pragma unroll
+    for (int b = 0; b < kRunBlocks; b += kPair) {
+        __nv_bfloat162 scale[kPair];
+#pragma unroll
+        for (int i = 0; i < kPair; ++i) scale[i] = key_scale(keys.scale_of(b + i, lane));
+        multiply_blocks<D, MT, kPair>(
+            [&](int m, int j, int step) { return query[m][j][step]; }, [&](int n) { return weight[n * 8 + lane / 4]; },
+            [&](int j, uint32_t(&k)[kPair][4]) {
+#pragma unroll
+                for (int i = 0; i < kPair; ++i) widen_word(keys.words[b + i][j], scale[i], k[i]);
+            },
+            sums + b);
+#pragma unroll
+        for (int i = 0; i < kPair; ++i) next(b + i);
+    }
+    return sum_heads(sums, lane);
+}
+
+// The same for the queries of `count` rows, for which the keys are widened once: store(t, score) gets those of row t.
+template <int D, int MT, int G, class Next, class Store>
+__device__ void score_run_together(const ScoreMemory<D, MT, G>& memory, int count, const Keys<D>& keys, int lane, const Next& next,
+                                   const Store& store) {
+    uint32_t wide[D / 32][kRunBlocks][4];
+#pragma unroll
+    for (int b = 0; b < kRunBlocks; ++b) {
+        const __nv_bfloat162 scale = key_scale(keys.scale_of(b, lane));
+#pragma unroll
+        for (int j = 0; j < D / 32; ++j) widen_word(keys.words[b][j], scale, wide[j][b]);
+        next(b);
+    }
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+        float sums[kRunBlocks][2];
+        multiply_blocks<D, MT, kRunBlocks>(
+            [&](int m, int j, int step) { return memory.query[t][m][j][step][lane]; },
+            [&](int n) { return memory.weight[t][n * 8 + lane / 4]; },
+            [&](int j, uint32_t(&k)[kRunBlocks][4]) {
+#pragma unroll
+                for (int b = 0; b < kRunBlocks; ++b)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) k[b][i] = wide[j][b][i];
+            },
+            sums);
+        store(t, sum_heads(sums, lane));
+    }
+}
+
+// The scores of a run of columns from `column` on, and the highest of each block.
+__device__ inline void store_scores(const Search& s, int64_t row, int column, int lane, bool is_entry, float score) {
+    const int mine = column + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+    const uint32_t bits = is_entry ? ordered_bits(score) : 0;
+    s.scores[(row - s.first) * s.stride + mine] = bits;
+    uint32_t most = bits;
+#pragma unroll
+    for (int step = 1; step < kBlockRows; step *= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, step));
+    if (lane % 8 == 0) s.maxima[(row - s.first) * (s.stride / kBlockRows) + column / kBlockRows + lane / 8] = most;
+}
+
+// Rows [row, row + count) of one sequence. Warps take runs in turn; the next run's keys are on their way while one is scored. All
+// threads of the block.
+template <int D, int MT, int G>
+__device__ void score_rows(const Search& s, int64_t row, int count, ScoreMemory<D, MT, G>& memory) {
     const cedar_mqa_logits_topk_args& a = s.a;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int64_t base = a.base[row];
-    int64_t most = 0;
-    for (int t = 0; t < count; ++t) {
-        const int64_t visible = a.visible[row + t];
-        if (is_scored(a, visible)) most = max(most, visible);
+    constexpr int kThreads = ScoreBlock<G>::kThreads, kWarps = kThreads / kWarp;
+    if (a.candidates != nullptr && blockIdx.x == 0)  // which of them are whose is known only when `visible` is
+        for (int i = int(threadIdx.x) * 16; i < int(a.candidate_blocks); i += kThreads * 16)
+            prefetch(a.candidates + row * a.candidate_blocks + i);
+    const int64_t base = a.base[row], visible = a.visible[row];
+    const QueryPart<D, MT, kThreads> part(s, row);
+    int64_t most = a.candidates != nullptr || is_scored(a, visible) ? visible : 0;
+    for (int t = 1; t < count; ++t) {
+        const int64_t other = a.visible[row + t];
+        if (is_scored(a, other)) most = max(most, other);
     }
-    const int64_t columns = most == 0 ? 0 : a.candidates != nullptr ? a.candidate_blocks * a.block : most;
-    const int64_t step = int64_t(gridDim.x) * kScoreWarps * kRun;
-    int64_t column = (int64_t(blockIdx.x) * kScoreWarps + warp) * kRun;
-    Keys<D> next;
-    if (column < columns) next = load_keys<D>(s, row, base, column / kBlockRows, most, lane);
+    const int blocks = key_blocks(s, most), runs = (blocks + kRunBlocks - 1) / kRunBlocks;
+    const int begin = int(uint32_t(runs) * blockIdx.x / gridDim.x) * kRunBlocks;
+    const int end = min(int(uint32_t(runs) * (blockIdx.x + 1) / gridDim.x) * kRunBlocks, blocks);
+    if (begin >= end) return;
+    // where a lane's score lies in its run
+    const int inside = lane % 4 * 2 + lane / 4 % 2, mine = lane / 8 * kBlockRows + inside;
+    __syncthreads();  // nobody reads the last rows' memory
+    list_blocks<kThreads>(s, row, base, most, begin, min(end - begin, kListed), memory);
     __syncthreads();
-    if (most > 0) prepare(s, row, count, memory);
+    const int self = warp * kRunBlocks;
+    Keys<D> keys(s, lane);
+    const auto load_first = [&](int listed) {
+        if (self >= listed) return;
+        keys.scale = keys.load_scale(memory.places[self + lane % 4]);
+#pragma unroll
+        for (int m = 0; m < kRunBlocks; ++m) keys.load(m, memory.places[self + m]);
+    };
+    load_first(min(end - begin, kListed));
+    prepare(s, row, 0, part, memory);
+    if constexpr (G > 1) {
+        for (int t = 1; t < count; ++t) prepare(s, row + t, t, QueryPart<D, MT, kThreads>(s, row + t), memory);
+    }
     __syncthreads();
-    while (column < columns) {
-        const Keys<D> keys = next;
-        const int64_t here = column;
-        column += step;
-        if (column < columns) next = load_keys<D>(s, row, base, column / kBlockRows, most, lane);
-        __nv_bfloat162 scale[kRunBlocks];
+    uint4 query[MT][D / 32][2];
+    if constexpr (G == 1) {
 #pragma unroll
-        for (int m = 0; m < kRunBlocks; ++m) scale[m] = key_scale(keys.scale[m]);
-        const int64_t mine = here + lane % 4 * kBlockRows + lane / 4;
-        const auto store = [&](int t, float score) {
-            if (mine < (a.candidates != nullptr ? columns : a.visible[row + t])) s.scores[(row + t - s.first) * s.stride + mine] = score;
-        };
-        if constexpr (G == 1) {
-            const auto widened = [&](int j, uint32_t(&k)[kRunBlocks][4]) {
-#pragma unroll
-                for (int m = 0; m < kRunBlocks; ++m) widen_word(keys.words[m][j], scale[m], k[m]);
-            };
-            store(0, score_run<D, NT>(widened, memory.query[0], memory.weight[0], lane));
-        } else {
-            uint32_t wide[D / 32][kRunBlocks][4];
+        for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int j = 0; j < D / 32; ++j)
 #pragma unroll
-                for (int m = 0; m < kRunBlocks; ++m) widen_word(keys.words[m][j], scale[m], wide[j][m]);
-            const auto widened = [&](int j, uint32_t(&k)[kRunBlocks][4]) {
-#pragma unroll
-                for (int m = 0; m < kRunBlocks; ++m)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) k[m][i] = wide[j][m][i];
+                for (int step = 0; step < 2; ++step) query[m][j][step] = memory.query[0][m][j][step][lane];
+    }
+    for (int first = begin; first < end; first += kListed) {
+        const int listed = min(end - first, kListed);
+        if (first > begin) {
+            __syncthreads();
+            list_blocks<kThreads>(s, row, base, most, first, listed, memory);
+            __syncthreads();
+            load_first(listed);
+        }
+        for (int here = self; here < listed; here += kWarps * kRunBlocks) {
+            const int next = here + kWarps * kRunBlocks, column = (first + here) * kBlockRows;
+            const bool more = next < listed;
+            const uint32_t next_scale = more ? keys.load_scale(memory.places[next + lane % 4]) : 0;
+            const auto load_next = [&](int m) {
+                if (more) keys.load(m, memory.places[next + m]);
             };
-#pragma unroll 1
-            for (int t = 0; t < count; ++t) store(t, score_run<D, NT>(widened, memory.query[t], memory.weight[t], lane));
+            if constexpr (G == 1) {
+                const float score = score_run<D, MT>(query, memory.weight[0], keys, lane, load_next);
+                const bool is_entry = a.candidates != nullptr ? inside < memory.live[here + lane / 8] : column + mine < visible;
+                store_scores(s, row, column, lane, is_entry, score);
+            } else {
+                score_run_together(memory, count, keys, lane, load_next, [&](int t, float score) {
+                    store_scores(s, row + t, column, lane, column + mine < a.visible[row + t], score);
+                });
+            }
+            keys.scale = next_scale;
         }
     }
 }
 
-template <int D, int NT, int G>
-__global__ void __launch_bounds__(kScoreThreads, G == 1 ? kBlocksPerSm : kBlocksPerSm - 1) score(const Search s) {
-    __shared__ ScoreMemory<D, NT, G> memory;
-    const int64_t end = s.first + s.rows;
+template <int D, int MT, int G>
+__global__ void __launch_bounds__(ScoreBlock<G>::kThreads, ScoreBlock<G>::kPerSm) score(const Search s) {
+    __shared__ ScoreMemory<D, MT, G> memory;
+    release_launch();
     int64_t row = s.first + int64_t(blockIdx.y) * G;
-    const int64_t stop = min(row + G, end);
-    while (row < stop) {
-        int count = 1;
-        while (row + count < stop && s.a.base[row + count] == s.a.base[row]) ++count;
-        score_rows(s, row, count, memory);
-        row += count;
+    if constexpr (G == 1) {
+        score_rows(s, row, 1, memory);
+    } else {
+        const int64_t stop = min(row + G, s.first + s.rows);
+        while (row < stop) {
+            int count = 1;
+            while (row + count < stop && s.a.base[row + count] == s.a.base[row]) ++count;
+            score_rows(s, row, count, memory);
+            row += count;
+        }
     }
 }
 

@@ -1,221 +1,256 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block that chooses the k best of many scores exactly, ties to the lowest column, as ascending columns. What it chooses
-// depends on the scores alone, not on the order in which its threads get to them.
+// A cluster of blocks that chooses the k best of many keys exactly, ties to the lowest item, as ascending items. Each block has a
+// run of neighbouring items; what they choose depends on the keys alone, not on the number of blocks or the order of threads.
+//
+// Blocks count their keys by a digit at a time, the highest first, and each sums the counts of all blocks from their shared
+// memory. The counts of a pass are not touched again, so that a barrier of the cluster per pass is enough.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include "common.cuh"
 
 namespace cedar::cuda {
 
-constexpr int kSelectThreads = 1024, kSelectWarps = kSelectThreads / kWarp;
-constexpr int kDigitBits = 10;                // of a radix pass: a bin per thread
+constexpr int kSelectThreads = 256, kSelectWarps = kSelectThreads / kWarp;
+#ifndef CEDAR_INDEX_CLUSTER
+#define CEDAR_INDEX_CLUSTER 8
+#endif
+constexpr int kMostBlocks = CEDAR_INDEX_CLUSTER;  // of a cluster
+constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kThreadBins = kBins / kSelectThreads;
+constexpr int kMostPasses = (32 + kDigitBits - 1) / kDigitBits;
 constexpr int kMostChosen = 2048;
-constexpr int kMostFiltered = 4096;           // scores that may be left after the filter
-constexpr int kColumnBits = 24;
-static_assert(1 << kDigitBits == kSelectThreads, "a thread owns a bin");
+constexpr int kMostKept = 4096;             // keys of a block that its shared memory has
+constexpr uint32_t kEvery = 0x7fffffff;
+static_assert(kThreadBins == 4, "a thread has the bins of a 16-byte load");
 
-// A float's bits as an unsigned number in the same order; zeros are equal, and a NaN is above or below everything by its sign.
+// A float's bits as an unsigned number in the same order, which is not 0; zeros are equal, and a NaN is above or below everything
+// by its sign. 0 is what no key is below.
 __device__ inline uint32_t ordered_bits(float x) {
     const uint32_t bits = __float_as_uint(x + 0.0f);
-    return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
+    return max(bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u), 1u);
 }
 
 struct Selection {
-    uint32_t keys[kMostFiltered];
-    uint32_t columns[kMostFiltered];
+    uint32_t bins[kMostPasses + 1][kBins];  // of each pass, and of the one that narrows
+    uint32_t keys[kMostKept];
     uint32_t chosen[kMostChosen];
-    uint32_t bins[kSelectThreads];
     uint32_t sums[kSelectWarps];
-    uint32_t digit, above, inside, filtered;
+    uint32_t least, most;                   // of this block's keys
+    uint32_t above, equal;
+    uint32_t digit, before, inside, total;
 };
 
-// A block's dynamic shared memory: the selection, then the bitmap of chosen columns. Functions that are not inlined ask for it
-// here rather than take pointers, of which the compiler would not know that they are to shared memory.
+// A block's dynamic shared memory: the selection, then what the caller has there.
 __device__ inline Selection& selection() {
     extern __shared__ __align__(16) uint32_t shared[];
     return *reinterpret_cast<Selection*>(shared);
 }
 
-__device__ inline uint32_t* chosen_bitmap() { return reinterpret_cast<uint32_t*>(&selection() + 1); }
+using Cluster = cooperative_groups::cluster_group;
+
+// Keys that are in shared memory, `offset` words from the selection on. Not a pointer, of which a function that is not inlined would
+// not know that it is to shared memory.
+struct SharedKeys {
+    int offset;
+    __device__ uint32_t operator()(int i) const { return reinterpret_cast<const uint32_t*>(&selection())[offset + i]; }
+};
+
+// Until all threads of the cluster are here, with no promise about what they wrote: cheaper than sync after writes to memory.
+__device__ inline void await_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
 
 // The sum of x over this thread and all before it.
 __device__ inline uint32_t prefix_sum(uint32_t x, uint32_t* sums) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
         const uint32_t other = __shfl_up_sync(kAllLanes, x, step);
         if (lane >= step) x += other;
     }
     if (lane == kWarp - 1) sums[warp] = x;
     __syncthreads();
-    uint32_t before = lane < warp ? sums[lane] : 0;
-    before = __reduce_add_sync(kAllLanes, before);
+    const uint32_t before = __reduce_add_sync(kAllLanes, lane < warp ? sums[lane] : 0);
     __syncthreads();
     return before + x;
 }
 
 __device__ inline uint32_t block_max(uint32_t x, uint32_t* sums) {
+    const int lane = threadIdx.x % kWarp;
     x = __reduce_max_sync(kAllLanes, x);
-    if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
+    if (lane == 0) sums[threadIdx.x / kWarp] = x;
     __syncthreads();
-    const uint32_t result = __reduce_max_sync(kAllLanes, sums[threadIdx.x % kWarp]);
+    const uint32_t result = __reduce_max_sync(kAllLanes, sums[lane % kSelectWarps]);
     __syncthreads();
     return result;
 }
 
 __device__ inline uint32_t block_min(uint32_t x, uint32_t* sums) { return ~block_max(~x, sums); }
 
-// Values at or above `least` are the wanted number plus `over`; over > 0 only of values that equal `least`.
-struct Cut {
-    uint32_t least;
-    int over;
+__device__ inline void clear_bins() {
+    Selection& s = selection();
+    uint4* const bins = reinterpret_cast<uint4*>(s.bins);
+#pragma unroll
+    for (int i = 0; i < kMostPasses + 1; ++i) bins[i * kSelectThreads + threadIdx.x] = make_uint4(0, 0, 0, 0);
+}
+
+// Between what the k best keys of a cluster, and maybe some more, are.
+struct Range {
+    uint32_t least, most;
 };
 
-// value(i, v) says whether i takes part, and with which value below 2^bits. At least `wanted` do.
-template <class Value>
-__device__ Cut cut(const Value& value, int count, int wanted, int bits) {
+// highest, lowest: of this thread's of the cluster's `count` keys, 0 and the most that there is where it has none. Of each warp, as
+// many threads have a highest key at or above the warp's bound as make k over all warps, so that the least of these bounds is one
+// for all.
+__device__ inline Range bounds(const Cluster& cluster, uint32_t highest, uint32_t lowest, int count, int k) {
+    Selection& s = selection();
+    const int lane = threadIdx.x % kWarp, blocks = int(cluster.num_blocks()), warps = blocks * kSelectWarps;
+    const int rank = (k + warps - 1) / warps;
+    uint32_t bound = 0, left = highest;
+    if (rank == kWarp) bound = __reduce_min_sync(kAllLanes, highest);
+    if (rank < kWarp) {
+        for (int i = 0; i < rank; ++i) {
+            bound = __reduce_max_sync(kAllLanes, left);
+            if (left == bound) left = 0;
+        }
+    }
+    const uint32_t common = block_min(bound, s.sums), least = block_min(lowest, s.sums), most = block_max(highest, s.sums);
+    if (threadIdx.x == 0) s.least = max(common, count >= k ? least : 0), s.most = most;
+    cluster.sync();
+    const unsigned other = unsigned(lane % blocks);
+    Range range{*cluster.map_shared_rank(&s.least, other), *cluster.map_shared_rank(&s.most, other)};
+    range.least = max(__reduce_min_sync(kAllLanes, range.least), 1u);
+    range.most = max(__reduce_max_sync(kAllLanes, range.most), range.least);
+    return range;
+}
+
+// Where, from the highest bin of all blocks down, the wanted number is reached: not at all when total is less.
+struct Digit {
+    uint32_t digit, before, inside, total;
+};
+
+__device__ inline Digit find_digit(const Cluster& cluster, uint32_t* bins, uint32_t wanted) {
+    Selection& s = selection();
+    cluster.sync();
+    const int first = kSelectThreads - 1 - int(threadIdx.x);  // thread 0 has the highest bins
+    uint4 own = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int block = 0; block < kMostBlocks; ++block) {  // loads of as many blocks as there may be, at once
+        const bool is_there = block < int(cluster.num_blocks());
+        const uint4 v = cluster.map_shared_rank(reinterpret_cast<uint4*>(bins), is_there ? unsigned(block) : 0u)[first];
+        if (is_there) own.x += v.x, own.y += v.y, own.z += v.z, own.w += v.w;
+    }
+    const uint32_t counts[kThreadBins] = {own.w, own.z, own.y, own.x}, sum = own.x + own.y + own.z + own.w;
+    const uint32_t through = prefix_sum(sum, s.sums);
+    uint32_t before = through - sum;
+#pragma unroll
+    for (int i = 0; i < kThreadBins; ++i) {
+        if (before < wanted && before + counts[i] >= wanted) {
+            s.digit = uint32_t(first * kThreadBins + kThreadBins - 1 - i);
+            s.before = before;
+            s.inside = counts[i];
+        }
+        before += counts[i];
+    }
+    if (threadIdx.x == kSelectThreads - 1) s.total = through;
+    __syncthreads();
+    const Digit found{s.digit, s.before, s.inside, s.total};
+    __syncthreads();
+    return found;
+}
+
+// Counts the keys in the range whose bits above `known` are `prefix` by the `digit` bits below.
+template <class Keys>
+__device__ void count_digit(const Keys& keys, int count, uint32_t least, uint32_t prefix, int known, int digit, uint32_t* bins) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
+        const uint32_t key = keys(i), v = key - least;
+        if (key >= least && uint32_t(uint64_t(v) >> known) == prefix) atomicAdd(&bins[(v >> (known - digit)) & ((1u << digit) - 1)], 1u);
+    }
+}
+
+// A least key that at least `wanted` of the cluster's reach, and not many more.
+template <class Keys>
+__device__ uint32_t narrow(const Cluster& cluster, const Keys& keys, int count, uint32_t wanted, const Range& range) {
+    uint32_t* const bins = selection().bins[kMostPasses];
+    const int bits = 32 - __clz(int((range.most - range.least) | 1)), digit = min(bits, kDigitBits);
+    count_digit(keys, count, range.least, 0, bits, digit, bins);
+    const Digit found = find_digit(cluster, bins, wanted);
+    return found.total < wanted ? range.least : range.least + (found.digit << (bits - digit));
+}
+
+// What is chosen: all keys above `least`, and the first `equal` of those that equal it.
+struct Cut {
+    uint32_t least, equal;
+};
+
+// Of the keys at or above range.least (none is above range.most) the best `wanted`, or all when there are fewer.
+template <class Keys>
+__device__ Cut cut(const Cluster& cluster, const Keys& keys, int count, uint32_t wanted, const Range& range) {
+    if (wanted == 0) return {0xffffffffu, 0};
     Selection& s = selection();
     uint32_t prefix = 0;
-    int shift = bits, inside = 0;
-    while (shift > 0) {
-        const int digit = shift < kDigitBits ? shift : kDigitBits, known = shift;
-        shift -= digit;
-        s.bins[threadIdx.x] = 0;
-        __syncthreads();
-        for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-            uint32_t v;
-            if (value(i, v) && uint32_t(uint64_t(v) >> known) == prefix) atomicAdd(&s.bins[(v >> shift) & ((1u << digit) - 1)], 1u);
-        }
-        __syncthreads();
-        // thread t sums the bins from the highest down to its own, which is the t-th from the top
-        const uint32_t own = s.bins[kSelectThreads - 1 - threadIdx.x], sum = prefix_sum(own, s.sums);
-        if (sum >= uint32_t(wanted) && sum - own < uint32_t(wanted)) {
-            s.digit = kSelectThreads - 1 - threadIdx.x;
-            s.above = sum - own;
-            s.inside = own;
-        }
-        __syncthreads();
-        prefix = prefix << digit | s.digit;
-        wanted -= int(s.above);
-        inside = int(s.inside);
-        __syncthreads();
-        if (inside == wanted) break;
+    int known = 32 - __clz(int((range.most - range.least) | 1));
+    for (int pass = 0; known > 0; ++pass) {
+        const int digit = min(known, kDigitBits);
+        count_digit(keys, count, range.least, prefix, known, digit, s.bins[pass]);
+        const Digit found = find_digit(cluster, s.bins[pass], wanted);
+        if (pass == 0 && found.total <= wanted) return {range.least, kEvery};
+        known -= digit;
+        prefix = prefix << digit | found.digit;
+        wanted -= found.before;
+        if (found.inside == wanted) return {range.least + (prefix << known), kEvery};
     }
-    return {prefix << shift, inside - wanted};
+    return {range.least + prefix, wanted};
 }
 
-// Sets the bits of the columns of the k best of count keys, ties to the lowest column. At least k of keys(i) are `least` or more,
-// none is more than `most`; columns(i) is the column of i. Not inlined: it is long, and called from several places.
-template <class Keys, class Columns>
-__device__ __noinline__ void mark(Keys keys, Columns columns, int count, int k, uint32_t least, uint32_t most) {
-    Selection& s = selection();
-    uint32_t* const bitmap = chosen_bitmap();
-    const auto relative = [&](int i, uint32_t& v) {
-        const uint32_t key = keys(i);
-        v = key - least;
-        return key >= least;
-    };
-    const Cut best = cut(relative, count, k, 32 - __clz(most - least | 1));
-    uint32_t first = 0;  // of the inverted columns of values that equal the least
-    if (best.over > 0) {
-        const auto equal = [&](int i, uint32_t& v) {
-            v = ~columns(i) & ((1u << kColumnBits) - 1);
-            return keys(i) - least == best.least && keys(i) >= least;
-        };
-        int equals = 0;
-        for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-            uint32_t v;
-            equals += equal(i, v);
-        }
-        equals = int(prefix_sum(uint32_t(equals), s.sums));
-        if (threadIdx.x == kSelectThreads - 1) s.inside = uint32_t(equals);
-        __syncthreads();
-        equals = int(s.inside);
-        __syncthreads();
-        first = cut(equal, count, equals - best.over, kColumnBits).least;
-    }
-    for (int i = threadIdx.x; i < count; i += kSelectThreads) {
-        const uint32_t key = keys(i), column = columns(i);
-        if (key < least || key - least < best.least) continue;
-        if (best.over > 0 && key - least == best.least && (~column & ((1u << kColumnBits) - 1)) < first) continue;
-        atomicOr(&bitmap[column / 32], 1u << column % 32);
-    }
-    __syncthreads();
-}
-
-// A value that at least k of the warps' values reach: of the lanes' maxima of each warp the one at rank k / warps, and the least
-// of those. Of columns that are spread evenly over the threads, few reach it that are not among the k best by far.
-__device__ inline uint32_t sure_bound(uint32_t mine, int k, uint32_t* sums) {
-    const int lane = threadIdx.x % kWarp, rank = (k + kSelectWarps - 1) / kSelectWarps - 1;
-    int above = 0;
-    for (int other = 0; other < kWarp; ++other) {
-        const uint32_t x = __shfl_sync(kAllLanes, mine, other);
-        above += x > mine || (x == mine && other < lane);
-    }
-    const unsigned holder = __ballot_sync(kAllLanes, above == rank);
-    return block_min(__shfl_sync(kAllLanes, mine, __ffs(int(holder)) - 1), sums);
-}
-
-// What the filter left, and its columns; a column of unfiltered keys.
-struct FilteredKeys {
-    __device__ uint32_t operator()(int i) const { return selection().keys[i]; }
-};
-struct FilteredColumns {
-    __device__ uint32_t operator()(int i) const { return selection().columns[i]; }
-};
-struct SameColumns {
-    __device__ uint32_t operator()(int i) const { return uint32_t(i); }
+// A block's part of what is chosen: selection().chosen[0, count), ascending, from place `start` of the cluster's `total` on.
+struct Part {
+    int start, count, total;
 };
 
-// selection().chosen[0, k): the columns of the k highest of n keys, ascending. keys(i) may read memory.
 template <class Keys>
-__device__ void choose(const Keys& keys, int n, int k) {
+__device__ Part gather(const Cluster& cluster, const Keys& keys, int count, const Cut& best) {
     Selection& s = selection();
-    uint32_t* const bitmap = chosen_bitmap();
-    const int lane = threadIdx.x % kWarp, words = (n + 31) / 32;
-    for (int i = threadIdx.x; i < words; i += kSelectThreads) bitmap[i] = 0;
-    if (threadIdx.x == 0) s.filtered = 0;
-    uint32_t most = 0, least = 0xffffffffu;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < n; i += kSelectThreads) {
+    const int run = (count + kSelectThreads - 1) / kSelectThreads | 1;  // odd: threads read from different banks
+    const int first = min(int(threadIdx.x) * run, count), last = min(first + run, count);
+    uint32_t above = 0, equal = 0;
+#pragma unroll 2
+    for (int i = first; i < last; ++i) {
         const uint32_t key = keys(i);
-        most = max(most, key);
-        least = min(least, key);
+        above += key > best.least;
+        equal += key == best.least;
     }
-    const uint32_t bound = k <= kSelectThreads ? sure_bound(most, k, s.sums) : 0;
-    least = max(block_min(least, s.sums), bound);
-    most = block_max(most, s.sums);
-    bool filtered = n <= kMostFiltered || bound > 0;
-    if (filtered) {
-#pragma unroll 8
-        for (int from = 0; from < n; from += kSelectThreads) {
-            const int i = from + int(threadIdx.x);
-            const uint32_t key = i < n ? keys(i) : 0;
-            const bool stays = i < n && key >= least;
-            const unsigned lanes = __ballot_sync(kAllLanes, stays);
-            if (lanes == 0) continue;
-            uint32_t place = 0;
-            if (lane == 0) place = atomicAdd(&s.filtered, uint32_t(__popc(lanes)));
-            place = __shfl_sync(kAllLanes, place, 0) + uint32_t(__popc(lanes & ((1u << lane) - 1)));
-            if (stays && place < kMostFiltered) {
-                s.keys[place] = key;
-                s.columns[place] = uint32_t(i);
-            }
+    const uint32_t above_through = prefix_sum(above, s.sums), equal_through = prefix_sum(equal, s.sums);
+    if (threadIdx.x == kSelectThreads - 1) s.above = above_through, s.equal = equal_through;
+    cluster.sync();
+    const int lane = threadIdx.x % kWarp, other = lane % int(cluster.num_blocks());
+    const bool counts = lane < int(cluster.num_blocks()), precedes = lane < int(cluster.block_rank());
+    const uint32_t others_above = *cluster.map_shared_rank(&s.above, unsigned(other));
+    const uint32_t others_equal = *cluster.map_shared_rank(&s.equal, unsigned(other));
+    const auto sum = [](bool whether, uint32_t x) { return __reduce_add_sync(kAllLanes, whether ? x : 0); };
+    const uint32_t above_before = sum(precedes, others_above), equal_before = sum(precedes, others_equal);
+    const uint32_t above_total = sum(counts, others_above), equal_total = sum(counts, others_equal);
+    const auto place = [&](uint32_t a, uint32_t e) { return a + min(e, best.equal); };
+    const uint32_t start = place(above_before, equal_before), end = place(above_before + s.above, equal_before + s.equal);
+    uint32_t a = above_before + above_through - above, e = equal_before + equal_through - equal;
+    if (above + equal > 0) {
+        for (int i = first; i < last; ++i) {
+            const uint32_t key = keys(i);
+            if (key > best.least || (key == best.least && e < best.equal)) s.chosen[place(a, e) - start] = uint32_t(i);
+            a += key > best.least;
+            e += key == best.least;
         }
-        __syncthreads();
-        filtered = s.filtered <= kMostFiltered;
     }
-    if (filtered)
-        mark(FilteredKeys{}, FilteredColumns{}, int(s.filtered), k, least, most);
-    else
-        mark(keys, SameColumns{}, n, k, least, most);
-    // the set bits in order: a thread numbers those of a run of words
-    const int run = (words + kSelectThreads - 1) / kSelectThreads, first = int(threadIdx.x) * run;
-    uint32_t mine = 0;
-    for (int i = first; i < first + run && i < words; ++i) mine += uint32_t(__popc(bitmap[i]));
-    uint32_t place = prefix_sum(mine, s.sums) - mine;
-    for (int i = first; i < first + run && i < words; ++i)
-        for (uint32_t bits = bitmap[i]; bits != 0; bits &= bits - 1) s.chosen[place++] = uint32_t(i * 32 + __ffs(int(bits)) - 1);
     __syncthreads();
+    return {int(start), int(end - start), int(place(above_total, equal_total))};
+}
+
+// Not inlined: it is long, and called from several places.
+template <class Keys>
+__device__ __noinline__ Part choose(const Cluster cluster, const Keys keys, int count, int wanted, const Range range) {
+    return gather(cluster, keys, count, cut(cluster, keys, count, uint32_t(wanted), range));
 }
 
 }  // namespace cedar::cuda
