@@ -17,12 +17,13 @@ from cedar.cache.records import RecordPool
 from cedar.cache.rows import WindowPlan, WritePlan
 from cedar.ops.abi import OPERATIONS
 from cedar.ops.compress import CompressorWeights, compress_store
-from cedar.ops.engram import engram_gate, engram_gather
+from cedar.ops.engram import STAGED_TOKENS, engram_gate, engram_gather
 from cedar.ops.mhc import Mixing, Written, mega_mhc
 from cedar.ops.moe import Experts, mega_gate, moe_fp4
 from cedar.ops.native import load
 from cedar.ops.norm import Norm
 from cedar.ops.provider import Choice, using
+from cedar.ops.quant import fq8
 from cedar.ops.window import window_store
 
 BF16 = torch.bfloat16
@@ -172,24 +173,25 @@ def linears(rows: int) -> Iterator[Case]:
             g = seeded(seed)
             return normal(g, rows, inputs), *tiles(g, outputs, inputs), torch.empty(rows, outputs, dtype=BF16, device="cuda")
 
-        def run(inputs: tuple[Any, ...]) -> None:
+        def run(inputs: tuple[Any, ...], act_quant: bool = False) -> None:
             x, codes, scales, y = inputs
-            torch.ops.cedar.mxfp8_linear.default(x, codes, scales, None, y, False, 0.0)
+            torch.ops.cedar.mxfp8_linear.default(x, codes, scales, None, y, act_quant, 0.0)
 
-        def check(make: Any = make, run: Any = run) -> float:
-            inputs = make(99)
-            run(inputs)
-            return difference(inputs[3], inputs[0].float() @ values(inputs[1], inputs[2]).T)
+        def check(act_quant: bool, make: Any = make, run: Any = run) -> float:
+            x, codes, scales, y = inputs = make(99)
+            run(inputs, act_quant)
+            return difference(y, (fq8(x) if act_quant else x).float() @ values(codes, scales).T)
 
-        yield Case(
-            "mxfp8_linear",
-            OURS,
-            facts,
-            lambda make=make, run=run, sets=sets: rotate(make, sets, run),  # type: ignore[misc]
-            **floor,
-            sets=sets,
-            check=check,
-        )
+        for act_quant in (False, True):
+            yield Case(
+                "mxfp8_linear",
+                OURS,
+                {**facts, "x": "rounded to MXFP8"} if act_quant else facts,
+                functools.partial(rotate, make, sets, functools.partial(run, act_quant=act_quant)),
+                **floor,
+                sets=sets,
+                check=functools.partial(check, act_quant),
+            )
         size = 2 * (outputs * inputs + rows * (inputs + outputs))
 
         def dense(seed: int, outputs: int = outputs, inputs: int = inputs) -> tuple[Tensor, Tensor]:
@@ -292,18 +294,20 @@ def engram(rows: int, compiled: bool, host_gib: int) -> Iterator[Case]:
         def make(seed: int, place: str = place, gib: int = gib) -> tuple[Any, ...]:
             table, scales = engram_table(place, gib)
             ids = torch.randint(-1, table.shape[0], (rows, COLUMNS), generator=seeded(seed), device="cuda")
-            return ids, table, scales, BF16
+            if not table.is_cuda and rows >= STAGED_TOKENS:
+                ids = ids.cpu()  # where they are computed
+            return ids, table, scales, BF16, torch.device("cuda")
 
         def check(make: Any = make) -> float:
-            ids, table, scales, dtype = make(99)
-            return difference(
-                native(engram_gather)(ids, table, scales, dtype), engram_gather.reference(ids, table, scales, dtype)
-            )
+            inputs = make(99)
+            return difference(native(engram_gather)(*inputs), engram_gather.reference(*inputs))
 
         size = rows * COLUMNS * (264 + 512 + 8)
         run = lambda inputs: native(engram_gather)(*inputs)  # noqa: E731
         build = lambda make=make, run=run: rotate(make, 8, run)  # noqa: E731
-        yield Case("engram_gather", OURS, {"T": rows, "table": place}, build, size, sets=8, check=check)
+        staged = place == "pinned host memory" and rows >= STAGED_TOKENS
+        facts: dict[str, int | str] = {"T": rows, "table": place}
+        yield Case("engram_gather", OURS, facts, build, size, sets=8, check=check, host_timed=staged)
 
     def gate(seed: int) -> tuple[Any, ...]:
         g = seeded(seed)

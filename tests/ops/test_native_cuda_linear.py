@@ -12,10 +12,12 @@ from cedar.model.quantize import dequantize_fp8_tiles, quantize_fp8_tiles
 from cedar.ops.attention import wo_a
 from cedar.ops.linear import mxfp8_linear
 from cedar.ops.native import NativeUnsupported, load
+from cedar.ops.norm import Norm, rms_norm
+from cedar.ops.quant import fq8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-ROWS = [1, 2, 7, 16, 17, 33, 48, 64, 65, 130, 700]
+ROWS = [1, 2, 7, 16, 17, 33, 48, 64, 65, 130, 641, 900]
 BF16 = torch.bfloat16
 
 
@@ -46,7 +48,7 @@ def test_the_grouped_projection_differs_from_the_reference(rows: int, groups: in
     assert_close(actual, expected, 5e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 65, 200, 1700])
+@pytest.mark.parametrize("rows", [1, 16, 64, 65, 200, 2300])
 def test_fp8_tiles_multiply_otherwise_than_their_values_in_groups(rows: int) -> None:
     g = seeded(rows)
     codes, scale = quantize_fp8_tiles(normal(g, 2048, 1024) * torch.logspace(-4, 2, 1024, device="cuda"))
@@ -71,16 +73,47 @@ def test_a_product_differs_from_its_values(rows: int, outputs: int, inputs: int,
     assert_close(y, x.double() @ values.double().T, 5e-3)
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 1280), (1792, 5120), (5120, 8192)])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_row_depends_on_how_many_there_are(fp8: bool) -> None:
+def test_a_row_depends_on_how_many_there_are(fp8: bool, outputs: int, inputs: int) -> None:
     g = seeded(1)
-    x = normal(g, 300, 1280).to(BF16)
-    codes, scale = quantize_fp8_tiles(normal(g, 1024, 1280))
+    x = normal(g, 640, inputs).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, outputs, inputs))
     weight = dequantize_fp8_tiles(codes, scale, BF16)
     run = (lambda x: fp8_linear(x, codes, scale)) if fp8 else (lambda x: run_native(mxfp8_linear, x, weight))
     together = run(x)
-    for start, stop in ((0, 1), (3, 11), (40, 104), (5, 70), (100, 299), (0, 300)):
+    for start, stop in ((0, 1), (3, 11), (7, 31), (8, 48), (40, 104), (5, 70), (100, 299), (300, 600), (0, 640)):
         assert torch.equal(run(x[start:stop].contiguous()), together[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_row_of_very_many_depends_on_the_others(fp8: bool) -> None:
+    g = seeded(2)
+    x = normal(g, 1500, 1280).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, 4640, 1280))
+    weight = dequantize_fp8_tiles(codes, scale, BF16)
+    run = (lambda x: fp8_linear(x, codes, scale)) if fp8 else (lambda x: run_native(mxfp8_linear, x, weight))
+    together = run(x)
+    for start, stop in ((0, 641), (333, 1100), (1, 1500)):
+        assert torch.equal(run(x[start:stop].contiguous()), together[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("rows", [1, 48, 130, 700])
+@pytest.mark.parametrize("out_type", [BF16, torch.float32])
+def test_rounding_and_norm_differ_from_the_reference(rows: int, out_type: torch.dtype) -> None:
+    g = seeded(rows)
+    x = (normal(g, rows, 1280) * torch.logspace(-3, 2, 1280, device="cuda")).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, 1792, 1280))
+    weight, norm = dequantize_fp8_tiles(codes, scale, torch.float32), Norm(torch.rand(1792, device="cuda"), 1e-6)
+    load()
+    y = torch.full((rows, 1792), torch.nan, dtype=out_type, device="cuda")
+    torch.ops.cedar.mxfp8_linear.default(x, codes, scale, norm.weight, y, True, norm.eps)
+    rounded = (fq8(x).double() @ weight.double().T).to(out_type)
+    assert_close(y, rms_norm(rounded, *norm), 5e-3)
+    torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, y, True, 0.0)
+    plain = torch.empty_like(y)
+    torch.ops.cedar.mxfp8_linear.default(fq8(x), codes, scale, None, plain, False, 0.0)
+    assert torch.equal(y, plain)
 
 
 @pytest.mark.parametrize("rows", [9, 90])

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of many tokens: a block has RT * 128 rows of the weight and up to 64 tokens, a warp RT * 16 of the rows. Copies run
 // kStages blocks of k ahead. Each lane copies the 16 bytes of a weight's row that it will widen itself, once for all 64 tokens;
-// tokens are shared. Rows are the rows of the matrix instruction (m16n8k16), as in skinny.cuh, and k is walked in the same order.
+// tokens are shared. Rows of the weight are the rows of the matrix instruction (m16n8k16), tokens its columns.
 #pragma once
 
 #include "fp4.cuh"
-#include "skinny.cuh"
+#include "weights.cuh"
 
 namespace cedar::cuda {
 
@@ -91,7 +91,7 @@ struct Order {
 
 // c[r][n][i]: row 16 (warp RT + r) + group + 8 (i / 2) of the block's rows, token 8 n + 2 quad + i % 2, over all of k.
 // first_tile: of the block. row(t): token t's k values in memory, for any t < 64. Sums of the kParts runs are added in their
-// order, as skinny_sum does.
+// order.
 template <int RT, int kStages, int kParts, class Weight, class RowOf>
 __device__ inline void tile_product(const Weight& weight, int64_t first_tile, int blocks, int tokens, const RowOf& row, unsigned char* memory,
                                     float (&c)[RT][8][4]) {

@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+// y[t, n] = x_t . w_n with the weight streamed through a ring in shared memory. Its rows are the rows of the matrix instruction
+// (m16n8k16), widened once for up to 128 tokens, the columns. The blocks of a cluster share k: a block then has many rows of a
+// short k, so that its tokens are few bytes beside its weights, and all multiprocessors have the same to read.
+//
+// A result is the sum of the cluster's parts in their order, each over its blocks of k in rising order. Parts depend on the
+// dimensions alone, so a token's bits do not depend on the other tokens; with one part they are those of tiles.cuh.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "linear_tensor.cuh"
+#include "tiles.cuh"
+
+namespace cedar::cuda {
+
+#ifndef CEDAR_LINEAR_PARTS
+#define CEDAR_LINEAR_PARTS 8  // the largest cluster
+#endif
+
+#ifndef CEDAR_LINEAR_PROMOTION
+#define CEDAR_LINEAR_PROMOTION "256B"  // of a weight's row that come to L2 with a copy
+#endif
+
+constexpr int kMostParts = CEDAR_LINEAR_PARTS, kMostRowTiles = 20, kSplitTokens = 128;
+constexpr int64_t kSms = 132;  // an H200's; what divides the work evenly there does well elsewhere
+
+struct Product {
+    const Bf16* x;
+    void* y;
+    int64_t tokens, in_dim, out_dim;  // of one group
+    int64_t x_stride, y_stride;       // between tokens
+    bool wide;                        // y is float32
+    bool early;                       // the launch before this one makes x
+};
+
+// parts: blocks that share k; tiles: of 16 outputs, of a block, an even number behind 8, where a warp has two.
+struct Split {
+    int parts, tiles;
+};
+
+// What the busiest multiprocessor has to do, in kilobytes of E4M3: its weights; for each block of k also its tokens, of which
+// some tens are assumed; and what starting a block, and a cluster's sums, cost.
+inline Split split_for(int64_t out_dim, int64_t blocks, int64_t groups, int most_parts) {
+    Split best{1, 1};
+    int64_t least = INT64_MAX;
+    for (int parts = 1; parts <= most_parts && parts <= blocks; parts *= 2)
+        for (int tiles = 1; tiles <= kMostRowTiles; tiles += tiles < 8 ? 1 : 2) {
+            const int64_t all = (out_dim + tiles * 16 - 1) / (tiles * 16) * groups * parts, length = (blocks + parts - 1) / parts;
+            const int64_t cost = (all + kSms - 1) / kSms * (length * (tiles + 2) + 45) + (parts > 1 ? 20 : 0);
+            if (cost < least) least = cost, best = {parts, tiles};
+        }
+    return best;
+}
+
+// Stages of a ring for up to W warps, each with RT tiles of 16 outputs, and 8 NT tokens.
+template <int RT, int NT, int W, class Weight>
+struct SplitRing {
+    static constexpr int kSteps = 2;  // blocks of k of a stage: 128 bytes of a row of the weight
+    static constexpr int kDepth = kSteps * Weight::kBlock, kChunks = kDepth / 8, kTokenBytes = kDepth * int(sizeof(Bf16));
+    static constexpr int kFlip = kChunks == 16 ? 1 : 4;  // as kSwizzle of tiles.cuh
+    static constexpr int kWarpBytes = kSteps * RT * 1024;
+    static constexpr int kFitting = 227 * 1024 / (W * kWarpBytes + NT * 8 * kTokenBytes), kStages = kFitting < 6 ? kFitting : 6;
+    static_assert(kStages >= 3);
+    __host__ __device__ static constexpr int stage_bytes(int warps) { return warps * kWarpBytes + NT * 8 * kTokenBytes; }
+    __host__ __device__ static constexpr int sums_stride(int warps) { return warps * RT * 16 + 4; }  // of a token; stores of a warp meet all banks
+    __host__ __device__ static constexpr size_t shared_bytes(int warps) {
+        const size_t ring = size_t(kStages) * stage_bytes(warps), sums = size_t(NT) * 8 * sums_stride(warps) * sizeof(float);
+        return ring > sums ? ring : sums;
+    }
+};
+
+// 16 bytes of a row whose next ones follow soon.
+__device__ inline void copy_codes(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global.L2::" CEDAR_LINEAR_PROMOTION " [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+// The sums of the cluster's parts, each block's share of them; p's group is blockIdx.y.
+template <int RT, int NT, int W, class Weight>
+__device__ inline void store_sums(const Product& p, int64_t first_row, int64_t first_token, int tokens, const float* sums, bool vectors) {
+    namespace cg = cooperative_groups;
+    const cg::cluster_group cluster = cg::this_cluster();
+    const int parts = int(cluster.num_blocks()), part = int(cluster.block_rank()), warps = int(blockDim.x) / kWarp;
+    const int stride = SplitRing<RT, NT, W, Weight>::sums_stride(warps), fours = warps * RT * 4;
+    const int all = tokens * fours, end = all * (part + 1) / parts;
+    for (int i = all * part / parts + int(threadIdx.x); i < end; i += int(blockDim.x)) {
+        const int token = i / fours, row = i % fours * 4;
+        const float* at = sums + token * stride + row;
+        float4 v[kMostParts];
+#pragma unroll
+        for (int s = 0; s < kMostParts; ++s)
+            if (s < parts) v[s] = *reinterpret_cast<const float4*>(cluster.map_shared_rank(const_cast<float*>(at), s));
+        float total[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
+#pragma unroll
+        for (int s = 1; s < kMostParts; ++s)
+            if (s < parts) total[0] += v[s].x, total[1] += v[s].y, total[2] += v[s].z, total[3] += v[s].w;
+        const int64_t n = first_row + row, to = (first_token + token) * p.y_stride + blockIdx.y * p.out_dim + n;
+        if (vectors && n + 4 <= p.out_dim) {
+            if (p.wide)
+                store_pack<4>(static_cast<float*>(p.y) + to, total);
+            else
+                store_pack<4>(static_cast<Bf16*>(p.y) + to, total);
+            continue;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (n + j >= p.out_dim) continue;
+            if (p.wide)
+                static_cast<float*>(p.y)[to + j] = total[j];
+            else
+                static_cast<Bf16*>(p.y)[to + j] = from_float<Bf16>(total[j]);
+        }
+    }
+}
+
+// Cluster (i, g): of group g the outputs of row block i / token_blocks times the i % token_blocks-th `each` tokens, so that
+// neighbours read the same weights. A warp has RT tiles of outputs, all in the same tiles of 32. vectors: four outputs can be stored at a time.
+template <int RT, int NT, int W, class Weight>
+__global__ void __launch_bounds__(W* kWarp, 1)
+    split_product(const Product p, const Weight weight, int token_blocks, int each, bool vectors) {
+    namespace cg = cooperative_groups;
+    using Ring = SplitRing<RT, NT, W, Weight>;
+    using Rows = RowMajor<Weight>;
+    extern __shared__ __align__(16) unsigned char memory[];
+    const cg::cluster_group cluster = cg::this_cluster();
+    const int parts = int(cluster.num_blocks()), part = int(cluster.block_rank()), warps = int(blockDim.x) / kWarp;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, quad = lane % 4;
+    const int number = int(blockIdx.x) / parts;
+    const int64_t first_tile = int64_t(number / token_blocks) * warps * RT, base = blockIdx.y * p.out_dim;
+    const int64_t first_token = int64_t(number % token_blocks) * each;
+    const int tokens = int(p.tokens - first_token < each ? p.tokens - first_token : each);
+    const int blocks = int(p.in_dim / Weight::kBlock), length = (blocks + parts - 1) / parts, first = part * length;
+    const int count = max(0, min(length, blocks - first)), steps = (count + Ring::kSteps - 1) / Ring::kSteps;
+    const int stage_bytes = Ring::stage_bytes(warps);
+
+    const Rows rows{weight, base, base + p.out_dim - 1};
+    const uint8_t* codes[RT][2];
+#pragma unroll
+    for (int r = 0; r < RT; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            codes[r][half] = rows.codes_of(first_tile + warp * RT + r, half, lane) + int64_t(first) * Rows::kCodeStep;
+    const uint8_t* scales = rows.scales_of(first_tile + warp * RT, 0, lane) + first * Rows::kScaleStep;  // of all the warp's rows
+    if (p.early && quad == 0)  // the weight does not wait for x: its first stages come to L2
+#pragma unroll
+        for (int r = 0; r < RT; ++r)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                for (int step = 0; step < Ring::kStages - 1 && step < steps; ++step)
+                    asm volatile("prefetch.global.L2 [%0];" ::"l"(codes[r][half] + step * Ring::kSteps * Rows::kCodeStep));
+    await_launch();
+
+    const Bf16* x = p.x + blockIdx.y * p.in_dim + first_token * p.x_stride + int64_t(first) * Weight::kBlock;
+    const auto fetch = [&](int step) {
+        if (step < steps) {
+            unsigned char* stage = memory + step % Ring::kStages * stage_bytes;
+            unsigned char* own = stage + warp * Ring::kWarpBytes + lane * 16;
+#pragma unroll
+            for (int r = 0; r < RT; ++r)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int b = 0; b < Ring::kSteps; ++b)
+                        if (step * Ring::kSteps + b < count)
+                            copy_codes(own + ((b * RT + r) * 2 + half) * 512, codes[r][half] + (step * Ring::kSteps + b) * Rows::kCodeStep);
+            const int chunks = min(Ring::kChunks, (count - step * Ring::kSteps) * (Weight::kBlock / 8));
+            const int chunk = int(threadIdx.x) % Ring::kChunks;
+            if (chunk < chunks)
+#pragma unroll 1
+                for (int token = int(threadIdx.x) / Ring::kChunks; token < tokens; token += int(blockDim.x) / Ring::kChunks)
+                    copy_16(stage + warps * Ring::kWarpBytes + token * Ring::kTokenBytes + (chunk ^ token % 2 * Ring::kFlip) * 16,
+                            x + token * p.x_stride + step * Ring::kDepth + chunk * 8);
+        }
+        close_copies();
+    };
+    for (int step = 0; step < Ring::kStages - 1; ++step) fetch(step);
+
+    uint32_t ahead[Ring::kSteps] = {};  // scales as they come, a stage before they are used
+    const auto load_scales = [&](int step) {
+        if constexpr (Rows::kFp8) {
+#pragma unroll
+            for (int b = 0; b < Ring::kSteps; ++b)
+                if (step * Ring::kSteps + b < count) ahead[b] = __ldg(scales + (step * Ring::kSteps + b) * Rows::kScaleStep);
+        }
+    };
+    load_scales(0);
+    float c[RT][NT][4] = {};
+    for (int step = 0; step < steps; ++step) {
+        await_copies<Ring::kStages - 2>();
+        __syncthreads();  // this stage is complete, and no warp reads the one before any more
+        fetch(step + Ring::kStages - 1);
+        uint32_t scale[Ring::kSteps];
+#pragma unroll
+        for (int b = 0; b < Ring::kSteps; ++b) scale[b] = lifted_scale(ahead[b]);
+        load_scales(step + 1);
+        const unsigned char* stage = memory + step % Ring::kStages * stage_bytes;
+        const unsigned char* own = stage + warp * Ring::kWarpBytes + lane * 16;
+        const unsigned char* staged = stage + warps * Ring::kWarpBytes + group * Ring::kTokenBytes;
+#pragma unroll
+        for (int b = 0; b < Ring::kSteps; ++b) {
+            if (step * Ring::kSteps + b >= count) break;
+            const uint32_t lifted = b == 0 ? scale[0] : scale[1];
+            uint4 bytes[RT][2];
+#pragma unroll
+            for (int r = 0; r < RT; ++r)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    bytes[r][half] = *reinterpret_cast<const uint4*>(own + ((b * RT + r) * 2 + half) * 512);
+#pragma unroll(NT > 8 ? 1 : Rows::kUnits)
+            for (int unit = 0; unit < Rows::kUnits; ++unit) {
+                uint32_t low[RT][4], high[RT][4];
+#pragma unroll
+                for (int r = 0; r < RT; ++r) {
+                    Rows::widen(bytes[r][0], lifted, unit, low[r]);
+                    Rows::widen(bytes[r][1], lifted, unit, high[r]);
+                }
+                const int place = ((b * (Weight::kBlock / 8) + Rows::chunk(unit, quad)) ^ group % 2 * Ring::kFlip) * 16;
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    const uint4 v = *reinterpret_cast<const uint4*>(staged + n * 8 * Ring::kTokenBytes + place);
+#pragma unroll
+                    for (int r = 0; r < RT; ++r) multiply_bf16(c[r][n], low[r][0], high[r][0], low[r][1], high[r][1], v.x, v.y);
+#pragma unroll
+                    for (int r = 0; r < RT; ++r) multiply_bf16(c[r][n], low[r][2], high[r][2], low[r][3], high[r][3], v.z, v.w);
+                }
+            }
+        }
+    }
+
+    __syncthreads();  // nobody reads the stages any more
+    float* const sums = reinterpret_cast<float*>(memory);
+#pragma unroll
+    for (int r = 0; r < RT; ++r)
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[(n * 8 + quad * 2 + i % 2) * Ring::sums_stride(warps) + (warp * RT + r) * 16 + group + i / 2 * 8] = c[r][n][i];
+    cluster.sync();
+    store_sums<RT, NT, W, Weight>(p, first_tile * 16, first_token, tokens, sums, vectors);
+    if (parts > 1) leave_together();  // a block's sums stay where they are until all have read them
+}
+
+template <int RT, int NT, int W, class Weight>
+cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, const Split& split, int token_blocks, int each, void* stream) {
+    const int64_t row_blocks = (p.out_dim + split.tiles * 16 - 1) / (split.tiles * 16);
+    const int warps = split.tiles / RT;
+    const bool vectors = (p.out_dim | p.y_stride) % 4 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+    const dim3 grid(unsigned(row_blocks * token_blocks * split.parts), unsigned(groups));
+    return launch_cluster(split_product<RT, NT, W, Weight>, grid, warps * kWarp, SplitRing<RT, NT, W, Weight>::shared_bytes(warps), split.parts,
+                          p.early, stream, p, weight, token_blocks, each, vectors);
+}
+
+template <int RT, int W, class Weight>
+cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, const Split& split, void* stream) {
+    // tokens are spread evenly over as few blocks as there must be, in eights
+    const int64_t least = (p.tokens + kSplitTokens - 1) / kSplitTokens;
+    const int each = int(((p.tokens + least - 1) / least + 7) / 8 * 8), token_blocks = int((p.tokens + each - 1) / each);
+    if (each <= 8) return run_split<RT, 1, W>(p, weight, groups, split, token_blocks, each, stream);
+    if (each <= 16) return run_split<RT, 2, W>(p, weight, groups, split, token_blocks, each, stream);
+    if (each <= 32) return run_split<RT, 4, W>(p, weight, groups, split, token_blocks, each, stream);
+    if (each <= 48) return run_split<RT, 6, W>(p, weight, groups, split, token_blocks, each, stream);
+    if (each <= 64) return run_split<RT, 8, W>(p, weight, groups, split, token_blocks, each, stream);
+    return run_split<RT, 16, W>(p, weight, groups, split, token_blocks, each, stream);
+}
+
+template <class Weight>
+cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, int most_parts, void* stream) {
+    const Split split = split_for(p.out_dim, p.in_dim / Weight::kBlock, groups, most_parts);
+    if (split.tiles <= 8) return run_split<1, 8>(p, weight, groups, split, stream);
+    if (split.tiles <= 16) return run_split<2, 8>(p, weight, groups, split, stream);
+    return run_split<2, kMostRowTiles / 2>(p, weight, groups, split, stream);
+}
+
+}  // namespace cedar::cuda
