@@ -88,8 +88,9 @@ int cedar_replay(const cedar_call* calls, int64_t count, void* stream) {
 }
 
 #ifdef CEDAR_WITH_CUDA
-#define CEDAR_ON_CUDA(op) cuda::op(*args, stream)
-#define CEDAR_CUDA_WORKSPACE(op) cuda::op##_workspace(*args)
+#define CEDAR_CUDA_CHOICE(function) (args->type == CEDAR_F32 ? cuda::plain::function : cuda::function)
+#define CEDAR_ON_CUDA(op) CEDAR_CUDA_CHOICE(op)(*args, stream)
+#define CEDAR_CUDA_WORKSPACE(op) CEDAR_CUDA_CHOICE(op##_workspace)(*args)
 #else
 #define CEDAR_ON_CUDA(op) ((void)stream, fail(CEDAR_UNSUPPORTED, #op ": this library was built without CUDA"))
 #define CEDAR_CUDA_WORKSPACE(op) 0

@@ -12,4 +12,17 @@ namespace cedar::cuda {
 CEDAR_OPS(CEDAR_BODY)
 #undef CEDAR_BODY
 
+// The bodies for float32 activations: those of the operations whose others take bfloat16 alone, and else the same.
+namespace plain {
+using namespace cuda;
+
+#define CEDAR_BODY(op)                                     \
+    int op(const cedar_##op##_args& args, void* stream);   \
+    int64_t op##_workspace(const cedar_##op##_args& args);
+CEDAR_BODY(mega_mhc)
+CEDAR_BODY(mega_gate)
+CEDAR_BODY(mega_attention)
+#undef CEDAR_BODY
+}  // namespace plain
+
 }  // namespace cedar::cuda
