@@ -8,22 +8,32 @@ namespace cedar::cuda {
 
 constexpr int kMxGroup = 32, kNvfp4Group = 16, kBlockRows = 8;
 
-// The largest magnitude of a group of `size` elements that this lane's belong to, for all of its lanes. size >= E.
+// The largest magnitude of a group of `size` elements that this lane's belong to, for all of its lanes; NaN if it has one.
+// size >= E. As unsigned numbers: of non-negative floats the bits have the same order, and fmaxf would drop a NaN.
 template <int E>
 __device__ inline float group_amax(const float (&x)[E], int size) {
-    float amax = 0.0f;
+    uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < E; ++i) amax = fmaxf(amax, fabsf(x[i]));
-    return max_lanes(amax, size / E);
+    for (int i = 0; i < E; ++i) amax = max(amax, __float_as_uint(x[i]) & 0x7fffffff);
+    for (int step = size / E / 2; step > 0; step /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step));
+    return __uint_as_float(amax);
 }
+
+// The scale of a group; infinity for infinity and NaN, whose exponent is UE8M0's NaN.
+__device__ inline float ue8m0_scale(float amax, float least, float inverse_limit) {
+    return power_of_two_scale(__uint_as_float(min(__float_as_uint(amax), 0x7f800000u)), least, inverse_limit);
+}
+
+// What is encoded of a scaled value. That it is no number is for the group's scale to say, not for a NaN's sign.
+__device__ inline float number(float x) { return x == x ? x : 0.0f; }
 
 // dim E4M3 codes, then dim / 32 UE8M0 scales.
 template <int E>
 __device__ inline void encode_fp8_record(const float (&x)[E], uint8_t* record, int lane) {
-    const float scale = power_of_two_scale(group_amax(x, kMxGroup), 1e-4f, float(1.0 / 448.0));
+    const float scale = ue8m0_scale(group_amax(x, kMxGroup), 1e-4f, float(1.0 / 448.0)), inverse = 1.0f / scale;  // exact
     Pack<uint8_t, E> codes;
 #pragma unroll
-    for (int i = 0; i < E; ++i) codes.v[i] = uint8_t(encode_e4m3(x[i] / scale));
+    for (int i = 0; i < E; ++i) codes.v[i] = uint8_t(encode_e4m3(number(x[i] * inverse)));
     // records are 33 dim / 32 bytes apart: aligned to 16 only where dim is a multiple of 512
     uint8_t* to = record + lane * E;
 #pragma unroll
@@ -33,18 +43,26 @@ __device__ inline void encode_fp8_record(const float (&x)[E], uint8_t* record, i
     if (lane % (kMxGroup / E) == 0) record[kWarp * E + lane * E / kMxGroup] = uint8_t(__float_as_uint(scale) >> 23);
 }
 
+// to: aligned to E / 2 bytes.
 template <int E>
-__device__ inline void store_e2m1(const float (&x)[E], float scale, uint8_t* to) {
+__device__ inline void store_e2m1(const float (&x)[E], uint8_t* to) {
+    Pack<uint8_t, E / 2> pairs;
 #pragma unroll
-    for (int i = 0; i < E / 2; ++i) to[i] = uint8_t(encode_e2m1(x[2 * i] / scale) | encode_e2m1(x[2 * i + 1] / scale) << 4);
+    for (int i = 0; i < E / 2; ++i) pairs.v[i] = uint8_t(encode_e2m1(number(x[2 * i])) | encode_e2m1(number(x[2 * i + 1])) << 4);
+    *reinterpret_cast<Pack<uint8_t, E / 2>*>(to) = pairs;
 }
 
 // dim / 2 bytes of E2M1 pairs, then dim / 16 E4M3 scales.
 template <int E>
 __device__ inline void encode_nvfp4_record(const float (&x)[E], uint8_t* record, int lane) {
-    const float amax = fmaxf(group_amax(x, kNvfp4Group), 6.0f * 0x1p-9f) * float(1.0 / 6.0);
-    const uint32_t scale = encode_e4m3(fminf(amax, 448.0f));
-    store_e2m1(x, decode_e4m3(scale), record + lane * E / 2);
+    const float amax = group_amax(x, kNvfp4Group);
+    const float wanted = fminf(fmaxf(amax, 6.0f * 0x1p-9f) * float(1.0 / 6.0), 448.0f);
+    const uint32_t scale = amax == amax ? encode_e4m3(wanted) : 0x7f;
+    const float divisor = decode_e4m3(scale);
+    float y[E];
+#pragma unroll
+    for (int i = 0; i < E; ++i) y[i] = __fdiv_rn(x[i], divisor);
+    store_e2m1(y, record + lane * E / 2);
     if (lane % (kNvfp4Group / E) == 0) record[kWarp * E / 2 + lane * E / kNvfp4Group] = uint8_t(scale);
 }
 
@@ -52,12 +70,21 @@ __device__ inline void encode_nvfp4_record(const float (&x)[E], uint8_t* record,
 template <int E>
 __device__ inline void encode_mxfp4_record(const float (&x)[E], uint8_t* pool, int64_t row, int lane) {
     constexpr int kDim = kWarp * E, kValues = kDim / 2, kScales = kDim / kMxGroup;
-    const float scale = power_of_two_scale(group_amax(x, kMxGroup), 6.0f * 0x1p-126f, float(1.0 / 6.0));
+    const float scale = ue8m0_scale(group_amax(x, kMxGroup), 6.0f * 0x1p-126f, float(1.0 / 6.0));
     uint8_t* block = pool + row / kBlockRows * (kBlockRows * (kValues + kScales));
     const int place = int(row % kBlockRows);
-    store_e2m1(x, scale, block + place * kValues + lane * E / 2);
+    const float inverse = 1.0f / scale;  // exact
+    float y[E];
+#pragma unroll
+    for (int i = 0; i < E; ++i) y[i] = x[i] * inverse;
+    store_e2m1(y, block + place * kValues + lane * E / 2);
     if (lane % (kMxGroup / E) == 0)
         block[kBlockRows * kValues + place * kScales + lane * E / kMxGroup] = uint8_t(__float_as_uint(scale) >> 23);
+}
+
+// Has a pool of these records bodies for activations of a type?
+inline bool matches_type(int64_t record, int64_t type) {
+    return record > CEDAR_RECORD_BF16 || record == (type == CEDAR_F32 ? CEDAR_RECORD_F32 : CEDAR_RECORD_BF16);
 }
 
 // Row `row` of a pool of any format but planar ones are byte ranges that start at row times their size.
@@ -79,29 +106,43 @@ __device__ inline void encode_record(const float (&x)[E], int64_t record, void* 
     }
 }
 
-// RMSNorm, rounded to T.
+// RMSNorm, rounded to T. weight: of this lane's elements, which the caller loads with x: what follows x costs another trip.
 template <class T, int E>
-__device__ inline void norm_lanes(float (&x)[E], const float* weight, float eps, int lane) {
+__device__ inline void norm_lanes(float (&x)[E], const float (&weight)[E], float eps) {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < E; ++i) squares = fmaf(x[i], x[i], squares);
     const float factor = 1.0f / sqrtf(sum_lanes(squares) / float(kWarp * E) + eps);
 #pragma unroll
-    for (int i = 0; i < E; ++i) x[i] = rounded<T>(x[i] * factor * weight[lane * E + i]);
+    for (int i = 0; i < E; ++i) x[i] = rounded<T>(x[i] * factor * weight[i]);
 }
 
 // The rotation of the last 2 pairs dimensions, rounded to T. E is even, so a pair never crosses lanes.
-template <class T, int E>
-__device__ inline void rotate_lanes(float (&x)[E], const float* cos, const float* sin, int pairs, int lane) {
-    const int first = lane * E - (kWarp * E - 2 * pairs);
+template <int E>
+struct Rotation {
+    float cos[E / 2], sin[E / 2];
+    int first;  // rotated dimension of this lane's first element
+
+    __device__ void load(const float* all_cos, const float* all_sin, int pairs, int lane) {
+        first = lane * E - (kWarp * E - 2 * pairs);
 #pragma unroll
-    for (int i = 0; i < E; i += 2) {
-        if (first + i < 0) continue;
-        const int pair = (first + i) / 2;
-        const float c = cos[pair], s = sin[pair], even = x[i], odd = x[i + 1];
-        x[i] = rounded<T>(__fsub_rn(__fmul_rn(even, c), __fmul_rn(odd, s)));
-        x[i + 1] = rounded<T>(__fadd_rn(__fmul_rn(even, s), __fmul_rn(odd, c)));
+        for (int i = 0; i < E / 2; ++i) {
+            if (first + 2 * i < 0) continue;
+            cos[i] = all_cos[first / 2 + i];
+            sin[i] = all_sin[first / 2 + i];
+        }
     }
-}
+
+    template <class T>
+    __device__ void apply(float (&x)[E]) const {
+#pragma unroll
+        for (int i = 0; i < E / 2; ++i) {
+            if (first + 2 * i < 0) continue;
+            const float even = x[2 * i], odd = x[2 * i + 1];
+            x[2 * i] = rounded<T>(__fsub_rn(__fmul_rn(even, cos[i]), __fmul_rn(odd, sin[i])));
+            x[2 * i + 1] = rounded<T>(__fadd_rn(__fmul_rn(even, sin[i]), __fmul_rn(odd, cos[i])));
+        }
+    }
+};
 
 }  // namespace cedar::cuda
