@@ -102,14 +102,16 @@ struct Range {
 
 // highest, lowest: of this thread's of the cluster's `count` keys, 0 and the most that there is where it has none. Of each warp, as
 // many threads have a highest key at or above the warp's bound as make k over all warps, so that the least of these bounds is one
-// for all.
+// for all. A block's own bound may instead be its lowest key, so that no run, of which the last is the shortest, may have fewer keys
+// than its share of k.
 __device__ inline Range bounds(const Cluster& cluster, uint32_t highest, uint32_t lowest, int count, int k) {
     Selection& s = selection();
     const int lane = threadIdx.x % kWarp, blocks = int(cluster.num_blocks()), warps = blocks * kSelectWarps;
-    const int rank = (k + warps - 1) / warps;
+    const int rank = (k + warps - 1) / warps, shortest = count - (count + blocks - 1) / blocks * (blocks - 1);
+    const bool shares = shortest >= rank * kSelectWarps;
     uint32_t bound = 0, left = highest;
-    if (rank == kWarp) bound = __reduce_min_sync(kAllLanes, highest);
-    if (rank < kWarp) {
+    if (shares && rank == kWarp) bound = __reduce_min_sync(kAllLanes, highest);
+    if (shares && rank < kWarp) {
         for (int i = 0; i < rank; ++i) {
             bound = __reduce_max_sync(kAllLanes, left);
             if (left == bound) left = 0;
