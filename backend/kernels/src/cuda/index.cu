@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // mqa_logits_topk in two launches: scores of the rows' entries into the workspace, then a cluster of blocks per row that chooses.
+#include <algorithm>
 #include <cstddef>
 
 #include "bodies.h"
@@ -12,6 +13,7 @@ constexpr int64_t kMostScores = int64_t(1) << 26;  // of the workspace, while on
 constexpr int kMostRun = 24 * 1024;                // items of a block of a cluster
 constexpr int kPerSm = 4;                          // blocks of the selection
 constexpr int kShortRun = 4096;                    // items of a block that need no more blocks
+constexpr int64_t kMostRows = 65535;               // of a pass: blocks of a grid in y
 
 // A block's run of a row's items, which are numbered over the cluster.
 struct Run {
@@ -159,7 +161,7 @@ int64_t stride_of(const cedar_mqa_logits_topk_args& a) { return (columns_of(a) +
 
 // Rows whose scores the workspace holds at a time.
 int64_t rows_together(const cedar_mqa_logits_topk_args& a) {
-    const int64_t stride = stride_of(a), most = stride > 0 ? kMostScores / stride : a.rows;
+    const int64_t stride = stride_of(a), most = stride > 0 ? std::min(kMostScores / stride, kMostRows) : kMostRows;
     return most < 1 ? 1 : most < a.rows ? most : a.rows;
 }
 
