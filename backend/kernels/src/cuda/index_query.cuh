@@ -109,17 +109,15 @@ struct QueryPart {
 };
 
 // Eight values rounded to MXFP4 together with those of the other three lanes of the group. Next to 1.5 * 2^22 times the power of two
-// of a value, or of the scale if that is more, floats are as far apart as the codes, and even where these are. A NaN is 0.
+// of a value, or of the scale if that is more, floats are as far apart as the codes, and even where these are. A group with an infinity
+// or a NaN has an infinite scale, and is NaNs.
 __device__ inline void round_to_mxfp4(float (&x)[8]) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int p = 0; p < 8; ++p) amax = fmaxf(amax, fabsf(x[p]));
-    const float scale = power_of_two_scale(max_lanes(amax, kMxGroup / 8), 6.0f * 0x1p-126f, float(1.0 / 6.0));
+    const float scale = ue8m0_scale(group_amax(x, kMxGroup), 6.0f * 0x1p-126f, float(1.0 / 6.0));
 #pragma unroll
     for (int p = 0; p < 8; ++p) {
         const float magnitude = fabsf(x[p]), power = __uint_as_float(__float_as_uint(fmaxf(magnitude, scale)) & 0x7f800000u);
         const float coarse = power * 0x1.8p22f, value = __fsub_rn(__fadd_rn(magnitude, coarse), coarse);
-        x[p] = x[p] == x[p] ? copysignf(value, x[p]) : 0.0f;
+        x[p] = copysignf(value, x[p]);
     }
 }
 
