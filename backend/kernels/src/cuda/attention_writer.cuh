@@ -44,7 +44,8 @@ struct Decoder {
     // Makes up for what the codes' bits as bf16 lack (2^120 and 2^126), and divides by 256.
     __device__ static __nv_bfloat162 factor(uint32_t scale) {
         if constexpr (kFp8) return twice(scale == 255 ? 0x7fc0u : min(scale + 112, 255u) << 7);
-        const __nv_bfloat162 e4m3 = __hmul2(twice((scale & 0x7f) << 4), __float2bfloat162_rn(0x1p120f));
+        const uint32_t bits = (scale & 0x7f) == 0x7f ? 0x7fc0u : (scale & 0x7f) << 4;
+        const __nv_bfloat162 e4m3 = __hmul2(twice(bits), __float2bfloat162_rn(0x1p120f));
         return __hmul2(e4m3, __float2bfloat162_rn(0x1p118f));
     }
 
