@@ -19,16 +19,15 @@ int64_t bytes_of(int64_t record, int64_t dim) {
 
 // Warps [0, rows) encode; with history, the warps behind them copy ring rows, which the second kernel overwrites.
 template <class T, int E>
-__global__ void window_encode(const cedar_window_store_args a, bool into_ring) {
+__global__ void window_encode(const cedar_window_store_args a, bool into_ring, int64_t bytes) {
     const int lane = threadIdx.x % kWarp;
     const int64_t row = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
     if (row >= a.rows) {
         const int64_t copied = row - a.rows;
         if (copied >= a.history_rows) return;
-        const int64_t size = a.record == CEDAR_RECORD_FP8 ? kWarp * E + E : kWarp * E * int64_t(sizeof(T));
-        const uint8_t* from = static_cast<const uint8_t*>(a.ring) + a.history[copied] * size;
-        uint8_t* to = static_cast<uint8_t*>(a.table) + copied * size;
-        for (int64_t i = lane; i < size; i += kWarp) to[i] = from[i];
+        const uint8_t* from = static_cast<const uint8_t*>(a.ring) + a.history[copied] * bytes;
+        uint8_t* to = static_cast<uint8_t*>(a.table) + copied * bytes;
+        for (int64_t i = lane; i < bytes; i += kWarp) to[i] = from[i];
         return;
     }
     float x[E], weight[E];
@@ -58,9 +57,10 @@ unsigned blocks_for(int64_t warps) { return unsigned((warps + kRowsPerBlock - 1)
 template <class T, int E>
 cudaError_t launch_window(const cedar_window_store_args& a, void* stream) {
     const bool into_ring = a.history_rows == 0 && a.store_from == nullptr && a.stores == a.rows;
-    const cudaError_t error = launch(window_encode<T, E>, blocks_for(a.rows + a.history_rows), kRowsPerBlock * kWarp, 0, 1, stream, a, into_ring);
+    const int64_t bytes = bytes_of(a.record, a.dim);
+    const cudaError_t error = launch(window_encode<T, E>, blocks_for(a.rows + a.history_rows), kRowsPerBlock * kWarp, 0, 1, stream, a, into_ring, bytes);
     if (error != cudaSuccess || into_ring || a.stores == 0) return error;
-    return launch(window_keep, blocks_for(a.stores), kRowsPerBlock * kWarp, 0, 1, stream, a, bytes_of(a.record, a.dim));
+    return launch(window_keep, blocks_for(a.stores), kRowsPerBlock * kWarp, 0, 1, stream, a, bytes);
 }
 
 }  // namespace
