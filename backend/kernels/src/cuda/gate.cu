@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     for (int item = threadIdx.x;; item += T::kThreads) {
         const int t = rank + item / kFours * blocks, e = item % kFours * 4;
         if (t >= tokens) break;
+        if (first_expert + e >= a.experts) continue;  // a load that nobody uses could arrive when the other block has ended
         const uint32_t mine = shared_address(folded + t * T::kFoldStride + e);
         float4 parts[kMostBlocks];
 #pragma unroll
@@ -159,8 +160,7 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
         for (int block = 0; block < kMostBlocks; ++block)
             if (block < blocks) sum.x += parts[block].x, sum.y += parts[block].y, sum.z += parts[block].z, sum.w += parts[block].w;
         sum = make_float4(score_of(sum.x), score_of(sum.y), score_of(sum.z), score_of(sum.w));
-        if (first_expert + e < a.experts)
-            __stcg(reinterpret_cast<float4*>(gate.scores + (first_token + t) * gate.score_stride + first_expert + e), sum);
+        __stcg(reinterpret_cast<float4*>(gate.scores + (first_token + t) * gate.score_stride + first_expert + e), sum);
     }
     __syncthreads();
     arrive_at_cluster();  // it has read the others' memory
