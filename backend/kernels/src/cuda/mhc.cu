@@ -113,6 +113,7 @@ __global__ void __launch_bounds__((kMostWarps + 1) * kWarp, 1) cross(const cedar
         for (int n = 1; n < kStages; ++n) fetch(n);
         float weight[kVector] = {};
         if (a.norm_weight != nullptr && columns.inside) load_pack(a.norm_weight + columns.column, weight);
+        __syncwarp();
         arrive_at_cluster();
         uint4 streams[kStreams];
         float pre[kStreams];
