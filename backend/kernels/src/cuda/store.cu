@@ -17,6 +17,17 @@ int64_t bytes_of(int64_t record, int64_t dim) {
     }
 }
 
+// One warp copies a record. Those of whole 16 bytes are aligned to them.
+__device__ void copy_record(const void* from_pool, int64_t from_row, void* to_pool, int64_t to_row, int64_t bytes, int lane) {
+    constexpr int kPiece = sizeof(uint4);
+    const uint8_t* from = static_cast<const uint8_t*>(from_pool) + from_row * bytes;
+    uint8_t* to = static_cast<uint8_t*>(to_pool) + to_row * bytes;
+    if (bytes % kPiece == 0)
+        for (int64_t i = lane * kPiece; i < bytes; i += kWarp * kPiece) *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    else
+        for (int64_t i = lane; i < bytes; i += kWarp) to[i] = from[i];
+}
+
 // Warps [0, rows) encode; with history, the warps behind them copy ring rows, which the second kernel overwrites.
 template <class T, int E>
 __global__ void window_encode(const cedar_window_store_args a, bool into_ring, int64_t bytes) {
@@ -24,10 +35,7 @@ __global__ void window_encode(const cedar_window_store_args a, bool into_ring, i
     const int64_t row = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
     if (row >= a.rows) {
         const int64_t copied = row - a.rows;
-        if (copied >= a.history_rows) return;
-        const uint8_t* from = static_cast<const uint8_t*>(a.ring) + a.history[copied] * bytes;
-        uint8_t* to = static_cast<uint8_t*>(a.table) + copied * bytes;
-        for (int64_t i = lane; i < bytes; i += kWarp) to[i] = from[i];
+        if (copied < a.history_rows) copy_record(a.ring, a.history[copied], a.table, copied, bytes, lane);
         return;
     }
     float x[E], weight[E];
@@ -47,9 +55,7 @@ __global__ void window_keep(const cedar_window_store_args a, int64_t bytes) {
     const int64_t i = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
     if (i >= a.stores) return;
     const int64_t from = a.history_rows + (a.store_from == nullptr ? i : a.store_from[i]);
-    const uint8_t* source = static_cast<const uint8_t*>(a.table) + from * bytes;
-    uint8_t* target = static_cast<uint8_t*>(a.ring) + a.store_to[i] * bytes;
-    for (int64_t n = lane; n < bytes; n += kWarp) target[n] = source[n];
+    copy_record(a.table, from, a.ring, a.store_to[i], bytes, lane);
 }
 
 unsigned blocks_for(int64_t warps) { return unsigned((warps + kRowsPerBlock - 1) / kRowsPerBlock); }
