@@ -12,6 +12,8 @@ namespace index {
 constexpr int64_t kMostScores = int64_t(1) << 26;  // of the workspace, while one row does not need more
 constexpr int kMostRun = 24 * 1024;                // items of a block of a cluster
 constexpr int kPerSm = 4;                          // blocks of the selection
+constexpr int kMostShared = 227 * 1024;            // of its blocks
+static_assert(sizeof(Selection) + (kMostRun + 4) * (sizeof(uint32_t) + sizeof(uint16_t)) <= kMostShared);
 constexpr int kShortRun = 4096;                    // items of a block that need no more blocks
 constexpr int64_t kMostRows = 65535;               // of a pass: blocks of a grid in y
 
@@ -205,7 +207,8 @@ cudaError_t run_selection(const Search& s, bool after_scores, int multiprocessor
     const int cluster = cluster_of(s.a, s.rows, multiprocessors);
     const int most_items = (int(columns_of(s.a) / kBlockRows + 1 + cluster - 1) / cluster + 3) / 4 * 4;
     const size_t shared = sizeof(Selection) + size_t(most_items) * (sizeof(uint32_t) + sizeof(uint16_t));
-    const cudaError_t error = cudaFuncSetAttribute(select_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+    // one number for all calls: they are re-entrant, and others may launch in between
+    const cudaError_t error = cudaFuncSetAttribute(select_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
