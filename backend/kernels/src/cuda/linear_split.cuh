@@ -85,6 +85,8 @@ __device__ inline void store_sums(const Product& p, int64_t first_row, int64_t f
     const int all = tokens * fours, end = all * (part + 1) / parts;
     for (int i = all * part / parts + int(threadIdx.x); i < end; i += int(blockDim.x)) {
         const int token = i / fours, row = i % fours * 4;
+        const int64_t n = first_row + row, to = (first_token + token) * p.y_stride + blockIdx.y * p.out_dim + n;
+        if (n >= p.out_dim) continue;  // no load may be on its way, unused, when its block ends
         const float* at = sums + token * stride + row;
         float4 v[kMostParts];
 #pragma unroll
@@ -94,7 +96,6 @@ __device__ inline void store_sums(const Product& p, int64_t first_row, int64_t f
 #pragma unroll
         for (int s = 1; s < kMostParts; ++s)
             if (s < parts) total[0] += v[s].x, total[1] += v[s].y, total[2] += v[s].z, total[3] += v[s].w;
-        const int64_t n = first_row + row, to = (first_token + token) * p.y_stride + blockIdx.y * p.out_dim + n;
         if (vectors && n + 4 <= p.out_dim) {
             if (p.wide)
                 store_pack<4>(static_cast<float*>(p.y) + to, total);

@@ -36,16 +36,6 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
         : "memory");
 }
 
-// All warps of a warp group give registers back, or ask for more.
-template <int Count>
-__device__ inline void shrink_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
-}
-template <int Count>
-__device__ inline void grow_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
-}
-
 // A warp group waits for itself; the groups of a block have different numbers, from 1 on.
 __device__ inline void sync_group(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
 

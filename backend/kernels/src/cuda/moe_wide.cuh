@@ -23,17 +23,6 @@ static_assert(kWideStageBytes % 1024 == 0 && kWideTokenBytes % 1024 == 0);
 // Columns of the matrix instruction for so many tokens.
 __device__ inline int wide_columns(int tokens) { return tokens <= 32 ? 32 : tokens <= 64 ? 64 : tokens <= 80 ? 80 : 96; }
 
-// A warp group's threads give registers away, or take what others gave.
-template <bool kMore, int kCount>
-__device__ inline void own_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if constexpr (kMore)
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-    else
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-#endif
-}
-
 // Where a block of the plan with `count` tokens has value `column` (counted in the codes' order) of its token t, of its first.
 __device__ inline int64_t grouped_place(int count, int t, int column) {
     return (int64_t(column / 64) * count + t) * 64 + ((column / 8 ^ t) % 8) * 8 + column % 8;
@@ -218,12 +207,12 @@ __global__ void __launch_bounds__(kWideBlockThreads, 1) wide_experts(const Exper
         }
     };
     if (threadIdx.x / kWarp >= kWideWarps) {
-        own_registers<false, kCopierRegisters>();
+        shrink_registers<kCopierRegisters>();
         if (threadIdx.x / kWarp == kWideWarps)
             for_units([&](const int4& work, int first_tile) { fetch_unit(p, work, first_tile, ring); });
         return;
     }
-    own_registers<true, kMultiplierRegisters>();
+    grow_registers<kMultiplierRegisters>();
     for_units([&](const int4& work, int first_tile) {
         if (work.z <= 32)
             multiply_unit<32, kFirst>(p, groups, work, first_tile, ring);

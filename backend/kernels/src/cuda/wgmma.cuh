@@ -43,6 +43,16 @@ __device__ inline void settle(float (&c)[N]) {
 // and the rows of the instructions that have ended were not overwritten before it.
 __device__ inline void settle(const uint32_t (&a)[4]) { asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory"); }
 
+// All warps of a warp group give registers away, or take what others gave.
+template <int Count>
+__device__ inline void shrink_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ inline void grow_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
 // c += a b: a 64 x 16 in registers (each warp's 16 rows as in multiply_bf16) or shared memory, b 16 x 2 N columns (N: of c) in
 // shared memory.
 // c[4 n + i]: row 16 warp + lane / 4 + 8 (i / 2), column 8 n + 2 (lane % 4) + i % 2.
@@ -188,6 +198,10 @@ __device__ inline void await_groups() {}
 template <int N>
 __device__ inline void settle(float (&)[N]) {}
 __device__ inline void settle(const uint32_t (&)[4]) {}
+template <int Count>
+__device__ inline void shrink_registers() {}
+template <int Count>
+__device__ inline void grow_registers() {}
 template <int N>
 __device__ inline void multiply_group(float (&)[N], const uint32_t (&)[4], uint64_t) {
     __trap();

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
                             *reinterpret_cast<const uint4*>(outputs + t * 128 + (chunk ^ t % 8) * 16);
         }
     }
-    leave_together();  // nobody leaves while the other block may still write to its barriers
+    cluster.sync();  // nobody leaves while the other block's arrivals at its barriers are on their way
 }
 
 template <class Weight>
