@@ -95,28 +95,36 @@ __global__ void gate_rows(const Bf16* hidden, Bf16* out, int64_t inner, float li
     store_pack<8>(out + i * 8, g);
 }
 
+constexpr int kRowThreads = 256, kSummedTogether = 6;  // experts whose results are on their way together, as registers for two blocks allow
+
 // A token's experts in the order of its ids, then the shared expert.
-__global__ void sum_experts(const Bf16* parts, const int64_t* ids, int experts, int top_k, const Bf16* shared, Bf16* out, int64_t hidden,
-                            int64_t vectors) {
+__global__ void __launch_bounds__(kRowThreads, 2) sum_experts(const Bf16* parts, const int64_t* ids, int experts, int top_k, const Bf16* shared,
+                                                              Bf16* out, int64_t hidden, int64_t vectors) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= vectors) return;
     const int64_t row = i * 8 / hidden, column = i * 8 % hidden;
     await_launch();
-    float total[8] = {}, part[8];
-    for (int k = 0; k < top_k; ++k) {
-        const int64_t pair = row * top_k + k;
-        if (ids[pair] < 0 || ids[pair] >= experts) continue;
-        load_pack<8>(parts + pair * hidden + column, part);
+    float total[8] = {}, last[8];
+    load_pack<8>(shared + row * hidden + column, last);
+#pragma unroll 1
+    for (int first = 0; first < top_k; first += kSummedTogether) {  // loads that wait for nothing, not even for the ids
+        int64_t id[kSummedTogether];
+        Pack<Bf16, 8> part[kSummedTogether];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) total[j] += part[j];
+        for (int k = 0; k < kSummedTogether; ++k) {
+            const int64_t pair = row * top_k + min(first + k, top_k - 1);
+            id[k] = first + k < top_k ? ids[pair] : -1;
+            part[k] = *reinterpret_cast<const Pack<Bf16, 8>*>(parts + pair * hidden + column);
+        }
+#pragma unroll
+        for (int k = 0; k < kSummedTogether; ++k)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) total[j] += id[k] >= 0 && id[k] < experts ? to_float(part[k].v[j]) : 0.0f;
     }
-    load_pack<8>(shared + row * hidden + column, part);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) total[j] += part[j];
+    for (int j = 0; j < 8; ++j) total[j] += last[j];
     store_pack<8>(out + i * 8, total);
 }
-
-constexpr int kRowThreads = 256;
 
 unsigned blocks_for(int64_t vectors) { return unsigned((vectors + kRowThreads - 1) / kRowThreads); }
 
