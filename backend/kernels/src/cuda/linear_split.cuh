@@ -75,6 +75,11 @@ __device__ inline void copy_codes(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global.L2::" CEDAR_LINEAR_PROMOTION " [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
+__device__ inline uint32_t pair_of(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // The sums of the cluster's parts, each block's share of them; p's group is blockIdx.y.
 template <int RT, int NT, int W, class Weight>
 __device__ inline void store_sums(const Product& p, int64_t first_row, int64_t first_token, int tokens, const float* sums, bool vectors) {
@@ -96,11 +101,11 @@ __device__ inline void store_sums(const Product& p, int64_t first_row, int64_t f
 #pragma unroll
         for (int s = 1; s < kMostParts; ++s)
             if (s < parts) total[0] += v[s].x, total[1] += v[s].y, total[2] += v[s].z, total[3] += v[s].w;
-        if (vectors && n + 4 <= p.out_dim) {
+        if (vectors && n + 4 <= p.out_dim) {  // stores that the compiler cannot take apart
             if (p.wide)
-                store_pack<4>(static_cast<float*>(p.y) + to, total);
+                __stcg(reinterpret_cast<float4*>(static_cast<float*>(p.y) + to), make_float4(total[0], total[1], total[2], total[3]));
             else
-                store_pack<4>(static_cast<Bf16*>(p.y) + to, total);
+                __stcg(reinterpret_cast<uint2*>(static_cast<Bf16*>(p.y) + to), make_uint2(pair_of(total[0], total[1]), pair_of(total[2], total[3])));
             continue;
         }
 #pragma unroll

@@ -41,6 +41,7 @@ __device__ inline void sync_group(int number) { asm volatile("bar.sync %0, 128;"
 
 // All blocks of the cluster have come here; what they wrote is not promised to be seen.
 __device__ inline void leave_together() {
+    __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 

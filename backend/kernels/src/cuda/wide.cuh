@@ -175,10 +175,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
             for (int n = 0; n < 32; n += 2) {
                 uint32_t pair[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const __nv_bfloat162 two = __floats2bfloat162_rn(c[n * 4 + 2 * i], c[n * 4 + 2 * i + 1]);
-                    pair[i] = *reinterpret_cast<const uint32_t*>(&two);
-                }
+                for (int i = 0; i < 4; ++i) pair[i] = pair_of(c[n * 4 + 2 * i], c[n * 4 + 2 * i + 1]);
                 const int token = n * 8 + lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
                 store_transposed(outputs + token * 128 + (chunk ^ token % 8) * 16, pair[0], pair[1], pair[2], pair[3]);
             }
