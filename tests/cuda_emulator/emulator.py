@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building the emulated kernel library, and running the GPU tests of `tests/ops` on it.
+
+The CUDA sources are compiled by g++ as C++: `translate.py` rewrites what is no C++, `include` stands in for CUDA's headers, and
+`machine.cpp` runs threads as fibers. The library takes tensors of the CPU, so the tests have the device's name replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from translate import translate
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+KERNELS = ROOT / "backend" / "kernels"
+BUILD = ROOT / "build" / "cuda_emulator"
+FLAGS = [
+    *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-mavx2", "-mfma", "-w"),
+    *("-DCEDAR_WIDE_WGMMA", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-D__CUDA_ARCH__=900"),
+]
+
+
+def missing() -> str | None:
+    """Why nothing can be emulated here, if that is so."""
+    if shutil.which("g++") is None:
+        return "no g++"
+    if platform.machine() not in ("x86_64", "AMD64") or "avx2" not in Path("/proc/cpuinfo").read_text():
+        return "the emulator changes stacks and multiplies by instructions of x86-64 with AVX2"
+    return None
+
+
+def _compile(source: Path, target: Path, includes: list[str]) -> None:
+    """One object, unless it is there: its name tells from what it was made."""
+    if target.exists():
+        return
+    partial = target.with_suffix(f".{os.getpid()}")
+    done = subprocess.run(["g++", *FLAGS, *includes, "-c", str(source), "-o", str(partial)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-8000:]
+    partial.rename(target)
+
+
+def build() -> Path:
+    """The library; objects are kept, by a digest of the sources."""
+    cuda = {path.name: translate(path.read_text()) for path in sorted((KERNELS / "src" / "cuda").iterdir())}
+    own = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(HERE / "include").iterdir()])
+    others = [KERNELS / "include" / "cedar_kernels.h", KERNELS / "src" / "check.h", KERNELS / "src" / "check.cpp", *own]
+    shared = "".join(
+        [*(text for name, text in cuda.items() if not name.endswith(".cu")), *(p.read_text() for p in others), *FLAGS]
+    )
+    headers = hashlib.sha256(shared.encode()).hexdigest()[:16]
+    sources, objects = BUILD / headers, BUILD / headers / "objects"
+    (sources / "cuda").mkdir(parents=True, exist_ok=True)
+    objects.mkdir(exist_ok=True)
+    jobs: list[tuple[Path, Path]] = []
+    for name, text in cuda.items():
+        path = sources / "cuda" / re.sub(r"\.cu$", ".cpp", name)
+        path.write_text(f'#line 1 "{KERNELS / "src" / "cuda" / name}"\n{text}')
+        if name.endswith(".cu"):
+            jobs.append((path, objects / f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.o"))
+    jobs += [(path, objects / f"{path.stem}.o") for path in (KERNELS / "src" / "check.cpp", *own) if path.suffix == ".cpp"]
+    library = objects / (hashlib.sha256("".join(str(job[1]) for job in jobs).encode()).hexdigest()[:16] + ".so")
+    if not library.exists():
+        includes = [f"-I{path}" for path in (HERE / "include", sources, KERNELS / "include", KERNELS / "src")]
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            list(pool.map(lambda job: _compile(job[0], job[1], includes), jobs))
+        partial = library.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", "-shared", "-o", partial, *(job[1] for job in jobs)], check=True)
+        partial.rename(library)
+    return library
+
+
+def on_cpu(text: str) -> str:
+    """A GPU test module's text for tensors of the CPU; "cpu:0" is the CPU, and yet another name than "cpu"."""
+    text = text.replace('"cuda"', '"cpu:0"').replace(".cuda()", ".cpu()").replace(".pin_memory()", "")
+    text = text.replace("torch.cuda.synchronize()", "pass")
+    return re.sub(r"^( *)(pytestmark|gpu) = .*", r"\1\2: list[object] = []", text, flags=re.MULTILINE)
+
+
+def run_tests(library: Path, module: str, selected: str, seed: int, processors: int, directory: Path) -> None:
+    """Those tests of `tests/ops/<module>.py` that pytest's expression selects, in a process of their own, on the library."""
+    path = directory / f"{module}_emulated.py"
+    path.write_text(on_cpu((ROOT / "tests" / "ops" / f"{module}.py").read_text()))
+    variables = {
+        "CEDAR_KERNELS": str(library),
+        "CEDAR_EMULATOR_SEED": str(seed),
+        "CEDAR_EMULATOR_PROCESSORS": str(processors),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "backend", ROOT / "client", ROOT / "tests" / "ops"))),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(directory)]
+    done = subprocess.run(
+        [*command, "--maxfail=3", "--tb=short", "-k", selected, str(path)],
+        env={**os.environ, **variables},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

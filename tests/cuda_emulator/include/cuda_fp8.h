@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda_runtime.h"
+
+using __nv_fp8x2_storage_t = uint16_t;
+enum __nv_fp8_interpretation_t { __NV_E4M3 };
+struct __half2_raw { unsigned short x, y; };
+struct __half2 {
+    __half2_raw raw;
+    __half2(__half2_raw r) : raw(r) {}
+};
+
+namespace emulated {
+
+inline unsigned short half_of_e4m3(unsigned code) {
+    const unsigned sign = (code & 0x80) << 8, exponent = code >> 3 & 15, mantissa = code & 7;
+    if ((code & 0x7f) == 0x7f) return 0x7fff;
+    if (exponent > 0) return static_cast<unsigned short>(sign | (exponent + 8) << 10 | mantissa << 7);
+    if (mantissa == 0) return static_cast<unsigned short>(sign);
+    const unsigned lift = unsigned(__builtin_clz(mantissa)) - 28;  // to a leading one at bit 3
+    return static_cast<unsigned short>(sign | (9 - lift) << 10 | (mantissa << lift & 7) << 7);
+}
+
+inline float float_of_half(unsigned short x) {
+    const unsigned exponent = x >> 10 & 31, mantissa = x & 0x3ff;
+    const float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY) : std::ldexp(exponent ? 1024.0f + float(mantissa) : float(mantissa), int(exponent ? exponent : 1) - 25);
+    return x & 0x8000 ? -magnitude : magnitude;
+}
+
+}  // namespace emulated
+
+inline __half2_raw __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t x, __nv_fp8_interpretation_t) {
+    return {::emulated::half_of_e4m3(x & 0xff), ::emulated::half_of_e4m3(x >> 8)};
+}
+inline float2 __half22float2(__half2 x) { return {::emulated::float_of_half(x.raw.x), ::emulated::float_of_half(x.raw.y)}; }

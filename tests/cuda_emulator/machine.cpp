@@ -1,0 +1,462 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fibers and their scheduler.
+#include "machine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+
+// Saves what a function must keep on the stack, changes stacks, takes it back.
+asm(R"(
+.text
+.globl emulated_switch
+.hidden emulated_switch
+.type emulated_switch,@function
+emulated_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size emulated_switch,.-emulated_switch
+)");
+extern "C" __attribute__((visibility("hidden"))) void emulated_switch(void** save, void* load);
+
+namespace emulated {
+
+Thread* current;
+Index3 block_dim, grid_dim;
+
+namespace {
+
+constexpr size_t kStack = 256 << 10, kGuard = 256, kStatic = 64 << 10;
+
+struct Stopped {};
+enum class Landing { late, early, any };
+
+void* home;
+Cluster* cluster;
+const std::function<void()>* work;
+const Launch* launched;
+std::vector<Warp*> queue;
+std::string failure, text_of_failure;
+uint64_t state = 1;
+Landing landing;
+size_t dynamic_at;
+std::map<std::string, size_t> statics;
+size_t statics_end;
+
+uint32_t chance(uint32_t below) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return uint32_t((state >> 32) * below >> 32);
+}
+
+// Stacks are kept: the kernel gives their pages when they are touched.
+unsigned char* stack_of(size_t number) {
+    static std::vector<unsigned char*> stacks;
+    while (stacks.size() <= number) {
+        void* p = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) std::abort();
+        mprotect(p, 4096, PROT_NONE);
+        stacks.push_back(static_cast<unsigned char*>(p));
+    }
+    return stacks[number];
+}
+
+// Offsets in a block's memory: dynamic shared memory begins in the second KiB, then what nobody may write, then static variables.
+size_t guard_at() { return dynamic_at + launched->shared; }
+size_t statics_at() { return (2 * kReserved + launched->shared + kGuard + 1023) / 1024 * 1024; }
+size_t shared_bytes() { return statics_at() + kStatic; }
+
+Warp& warp_of(const Thread& t) { return t.block->warps[t.index.x / kWarpLanes]; }
+
+void wake(Thread* t) {
+    Warp& warp = warp_of(*t);
+    warp.ready |= 1u << t->index.x % kWarpLanes;
+    if (!warp.queued) warp.queued = true, queue.push_back(&warp);
+}
+
+void wake_all(std::vector<Thread*>& waiting) {
+    for (Thread* t : waiting) wake(t);
+    waiting.clear();
+}
+
+void park(const char* reason) {
+    current->waits_for = reason;
+    if (landing == Landing::any && chance(8) == 0) await_copies(0);
+    emulated_switch(&current->stack_pointer, home);
+}
+
+void finish_meeting(Warp& warp, size_t number) {
+    Meeting meeting = warp.meetings[number];
+    warp.meetings.erase(warp.meetings.begin() + long(number));
+    meeting.all(meeting.lanes);
+    for (int lane = 0; lane < kWarpLanes; ++lane)
+        if (meeting.arrived >> lane & 1) {
+            Thread* t = &warp.block->threads[size_t(warp.number * kWarpLanes + lane)];
+            if (t != current) wake(t);
+        }
+}
+
+void complete(Barrier& barrier) {
+    barrier.result = barrier.any, barrier.any = 0, barrier.arrived = 0, barrier.expected = 0;
+    wake_all(barrier.waiting);
+}
+
+void complete_cluster() {
+    ++cluster->phase, cluster->arrived = 0;
+    wake_all(cluster->waiting);
+}
+
+// A thread has ended: those that wait for it need not any more.
+void leave() {
+    Thread* t = current;
+    Block& block = *t->block;
+    Warp& warp = warp_of(*t);
+    await_copies(0);
+    t->done = true;
+    --block.alive, --cluster->alive;
+    warp.alive &= ~(1u << t->index.x % kWarpLanes);
+    for (size_t i = 0; i < warp.meetings.size();) {
+        Meeting& meeting = warp.meetings[i];
+        if (meeting.arrived == (meeting.mask & warp.alive)) finish_meeting(warp, i), i = 0;
+        else ++i;
+    }
+    Barrier& all = block.barriers[0];
+    if (all.arrived > 0 && all.expected == 0 && all.arrived == block.alive) complete(all);
+    if (t->at_cluster && t->cluster_phase == cluster->phase) --cluster->arrived;  // it ended without waiting
+    if (cluster->alive > 0 && cluster->arrived == cluster->alive) complete_cluster();
+    if (block.alive == 0) {
+        for (size_t i = guard_at(); i < guard_at() + kGuard; ++i)
+            if (block.memory[i] != 0xff) failed("wrote behind the end of shared memory");
+        std::memset(block.memory, 0xff, shared_bytes());  // nobody may read it any more
+    }
+}
+
+void entry() {
+    (*work)();
+    leave();
+    void* nowhere;
+    emulated_switch(&nowhere, home);
+    std::abort();
+}
+
+void start(Thread& t, size_t number) {
+    auto* top = reinterpret_cast<void**>(stack_of(number) + kStack);
+    for (int i = 0; i < 3; ++i) *--top = nullptr;  // at its first instruction a function finds the stack at 16 n + 8
+    *--top = reinterpret_cast<void*>(&entry);
+    for (int i = 0; i < 6; ++i) *--top = nullptr;
+    t.stack_pointer = top;
+}
+
+void resume(Thread* t) {
+    current = t;
+    emulated_switch(&home, t->stack_pointer);
+    current = nullptr;
+}
+
+void land_one(size_t number) {
+    Copy copy = std::move(cluster->copies[number]);
+    cluster->copies[number] = std::move(cluster->copies.back());
+    cluster->copies.pop_back();
+    land(copy);
+}
+
+void report_deadlock() {
+    std::map<std::string, int> counts;
+    for (const Block& block : cluster->blocks)
+        for (const Thread& t : block.threads)
+            if (!t.done) {
+                char text[160];
+                std::snprintf(text, sizeof text, "block (%u, %u, %u), warp %u: %s", block.index.x, block.index.y, block.index.z, t.index.x / 32, t.waits_for);
+                ++counts[text];
+            }
+    failure = "deadlock: nobody can go on;";
+    int lines = 0;
+    for (const auto& [text, count] : counts) {
+        if (++lines > 12) break;
+        failure += " " + std::to_string(count) + " threads of " + text + ";";
+    }
+    if (lines > 12) failure += " and more";
+}
+
+void run_cluster() {
+    while (cluster->alive > 0 && failure.empty()) {
+        if (queue.empty()) {
+            if (cluster->copies.empty()) return report_deadlock();
+            land_one(chance(uint32_t(cluster->copies.size())));
+            continue;
+        }
+        if (landing == Landing::any && !cluster->copies.empty() && chance(16) == 0) land_one(chance(uint32_t(cluster->copies.size())));
+        const size_t number = chance(uint32_t(queue.size()));
+        Warp* warp = queue[number];
+        const bool falling = chance(2) != 0;
+        for (uint32_t rounds = 1 + chance(64); warp->ready != 0 && rounds > 0 && failure.empty(); --rounds) {
+            for (unsigned ready = std::exchange(warp->ready, 0); ready != 0 && failure.empty();) {
+                const int lane = falling ? 31 - __builtin_clz(ready) : __builtin_ctz(ready);
+                ready &= ~(1u << lane);
+                resume(&warp->block->threads[size_t(warp->number * kWarpLanes + lane)]);
+            }
+        }
+        if (warp->ready == 0) {
+            warp->queued = false;
+            queue[number] = queue.back();  // what was added meanwhile lies behind
+            queue.pop_back();
+        }
+    }
+    if (failure.empty() && !cluster->copies.empty()) failure = "a copy was not awaited before its block ended";
+}
+
+void make_blocks(Cluster& c, unsigned first, unsigned y, unsigned z) {
+    static std::vector<std::unique_ptr<unsigned char[]>> memories;
+    const unsigned threads = launched->block.x;
+    cluster = &c;
+    c.blocks.resize(size_t(launched->cluster));
+    c.alive = int(threads) * launched->cluster;
+    for (size_t rank = 0; rank < c.blocks.size(); ++rank) {
+        if (memories.size() <= rank) memories.emplace_back(new unsigned char[(512 << 10) + 1024]);
+        Block& block = c.blocks[rank];
+        block.cluster = &c, block.rank = int(rank), block.alive = int(threads), block.index = {first + unsigned(rank), y, z};
+        block.memory = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(memories[rank].get()) + 1023) & ~uintptr_t(1023));
+        std::memset(block.memory, 0xff, shared_bytes());
+        block.threads.resize(threads), block.warps.resize((threads + 31) / 32), block.groups.resize((threads + 127) / 128);
+        for (size_t w = 0; w < block.warps.size(); ++w) {
+            const unsigned lanes = std::min(32u, threads - unsigned(w) * 32);
+            const unsigned mask = lanes == 32 ? ~0u : (1u << lanes) - 1;
+            block.warps[w] = Warp{&block, int(w), mask, mask, true, {}};
+            queue.push_back(&block.warps[w]);
+        }
+        for (unsigned t = 0; t < threads; ++t) {
+            block.threads[t].block = &block, block.threads[t].index = {t, 0, 0};
+            start(block.threads[t], rank * threads + t);
+        }
+    }
+}
+
+}  // namespace
+
+const char* last_failure() { return text_of_failure.c_str(); }
+
+void failed(const std::string& text) {
+    if (failure.empty()) {
+        failure = text;
+        if (current != nullptr) {
+            const Block& block = *current->block;
+            failure += " (block " + std::to_string(block.index.x) + ", " + std::to_string(block.index.y) + ", thread " + std::to_string(current->index.x) + ")";
+        }
+    }
+    if (current == nullptr) throw Stopped();  // the scheduler, while something lands
+    for (;;) emulated_switch(&current->stack_pointer, home);  // nobody resumes it
+}
+
+bool run(const Launch& launch, const std::function<void()>& kernel) {
+    static const uint64_t seed = [] {
+        const char* given = std::getenv("CEDAR_EMULATOR_SEED");
+        return given == nullptr ? 1 : std::strtoull(given, nullptr, 10);
+    }();
+    static uint64_t launches = 0;
+    state = (seed + 1) * 0x9e3779b97f4a7c15u + ++launches * 0xbf58476d1ce4e5b9u | 1;
+    for (int i = 0; i < 8; ++i) chance(2);
+    launched = &launch, work = &kernel, failure.clear(), statics.clear();
+    dynamic_at = 0, statics_end = 0;
+    grid_dim = launch.grid, block_dim = launch.block;
+    const unsigned each = unsigned(launch.cluster);
+    std::vector<unsigned> order(launch.grid.x / each * launch.grid.y * launch.grid.z);
+    for (unsigned i = 0; i < order.size(); ++i) order[i] = i, std::swap(order[i], order[chance(i + 1)]);
+    for (const unsigned number : order) {
+        landing = Landing(chance(3));
+        const unsigned columns = launch.grid.x / each;
+        Cluster c;
+        make_blocks(c, number % columns * each, number / columns % launch.grid.y, number / columns / launch.grid.y);
+        try {
+            run_cluster();
+        } catch (const Stopped&) {
+        }
+        queue.clear();
+        cluster = nullptr;
+        if (!failure.empty()) break;
+    }
+    text_of_failure = failure;
+    return failure.empty();
+}
+
+void meet(unsigned mask, const char* kind, void* mine, void (*all)(void* const*)) {
+    Warp& warp = warp_of(*current);
+    const int lane = int(current->index.x % kWarpLanes);
+    if (!(mask >> lane & 1)) failed(std::string(kind) + ": the mask lacks the lane itself");
+    size_t number = 0;
+    while (number < warp.meetings.size() && warp.meetings[number].mask != mask) ++number;
+    if (number == warp.meetings.size()) warp.meetings.push_back(Meeting{mask, 0, kind, {}, all});
+    Meeting& meeting = warp.meetings[number];
+    if (meeting.all != all) failed(std::string(kind) + ": other lanes of the warp are at " + meeting.kind);
+    meeting.arrived |= 1u << lane;
+    meeting.lanes[lane] = mine;
+    if (meeting.arrived == (mask & warp.alive)) return finish_meeting(warp, number);
+    park(kind);
+}
+
+void meet_group(const char* kind, void* mine, void (*all)(void* const*)) {
+    Group& group = current->block->groups[current->index.x / 128];
+    if (group.arrived > 0 && group.kind != kind) failed(std::string(kind) + ": others of the warp group are at " + group.kind);
+    group.kind = kind;
+    group.threads[current->index.x % 128] = mine;
+    if (++group.arrived < 128) {
+        group.waiting.push_back(current);
+        return park(kind);
+    }
+    group.arrived = 0;
+    all(group.threads);
+    wake_all(group.waiting);
+}
+
+unsigned block_barrier(int number, int threads, bool value) {
+    if (number < 0 || number >= kNamedBarriers) failed("a barrier's number is not 0 to 15");
+    Block& block = *current->block;
+    Barrier& barrier = block.barriers[number];
+    if (threads % kWarpLanes != 0) failed("a barrier's threads are not whole warps");
+    if (barrier.arrived > 0 && barrier.expected != threads) failed("threads expect different numbers at a barrier");
+    barrier.expected = threads, barrier.any |= value;
+    if (++barrier.arrived == (threads == 0 ? block.alive : threads)) {
+        complete(barrier);
+        return barrier.result;
+    }
+    barrier.waiting.push_back(current);
+    park("a barrier of the block");
+    return barrier.result;
+}
+
+void arrive_cluster() {
+    if (current->at_cluster) failed("arrived twice at the cluster's barrier");
+    current->at_cluster = true, current->cluster_phase = cluster->phase;
+    if (++cluster->arrived == cluster->alive) complete_cluster();
+}
+
+void await_cluster() {
+    if (!current->at_cluster) failed("waits at the cluster's barrier without having arrived");
+    while (cluster->phase == current->cluster_phase) cluster->waiting.push_back(current), park("the cluster's barrier");
+    current->at_cluster = false;
+}
+
+unsigned char* dynamic_shared(size_t alignment) {
+    // aligned to what is asked for and no more, as it may lie behind static shared memory
+    if (dynamic_at == 0) dynamic_at = kReserved + alignment % kReserved;
+    if (dynamic_at % alignment != 0) failed("dynamic shared memory is declared with two alignments");
+    return current->block->memory + dynamic_at;
+}
+
+unsigned char* static_shared(const char* key, size_t bytes, size_t alignment) {
+    const auto [place, is_new] = statics.try_emplace(key, 0);
+    if (is_new) {
+        place->second = (statics_end + alignment - 1) / alignment * alignment;
+        statics_end = place->second + bytes;
+        if (statics_end > kSharedWithoutLeave) failed("more than 48 KiB of static shared memory");
+        if (statics_end + launched->shared > kMostShared) failed("more shared memory than there is");
+        if (statics_end + launched->shared > kSharedWithoutLeave && launched->allowed < launched->shared)
+            failed("more than 48 KiB of shared memory without leave");
+    }
+    return current->block->memory + statics_at() + place->second;
+}
+
+unsigned char* shared_at(uint32_t address, size_t bytes) {
+    const uint32_t rank = address / kClusterWindow, offset = address % kClusterWindow;
+    if (rank > cluster->blocks.size()) failed("an address of shared memory is of no block of the cluster");
+    if (offset < kReserved || offset + bytes > shared_bytes()) failed("an address is outside of shared memory");
+    Block& block = rank == 0 ? *current->block : cluster->blocks[rank - 1];
+    if (block.alive == 0) failed("shared memory of a block that has ended");
+    return block.memory + offset;
+}
+
+uint32_t address_of(const void* p) {
+    const auto* byte = static_cast<const unsigned char*>(p);
+    for (const Block& block : cluster->blocks)
+        if (byte >= block.memory && byte < block.memory + shared_bytes())
+            return uint32_t(byte - block.memory) + (&block == current->block ? 0 : uint32_t(block.rank + 1) * kClusterWindow);
+    failed("an address of shared memory was asked of other memory");
+}
+
+unsigned char* in_block(const void* mine, unsigned rank) {
+    if (rank >= cluster->blocks.size()) failed("no such block in the cluster");
+    return cluster->blocks[rank].memory + address_of(mine) % kClusterWindow;
+}
+
+// ---- what lands later ----
+
+bool lands_early() { return landing == Landing::early || (landing == Landing::any && chance(3) == 0); }
+
+void land(Copy& copy) {
+    if (copy.box) return copy.box();
+    if (copy.from != nullptr) std::memcpy(copy.to, copy.from, copy.bytes);
+    else if (copy.bytes > 0) std::memcpy(copy.to, copy.value, copy.bytes);
+    std::memset(copy.to + copy.bytes, 0, copy.zeros);
+    if (copy.barrier == nullptr) return;
+    for (Block& block : cluster->blocks) {
+        const auto* byte = reinterpret_cast<unsigned char*>(copy.barrier);
+        if (byte < block.memory || byte >= block.memory + shared_bytes()) continue;
+        arrive_phase(uint32_t(block.rank + 1) * kClusterWindow + uint32_t(byte - block.memory), 0, -int64_t(copy.bytes));
+    }
+}
+
+void start_copy(Copy copy) {
+    if (lands_early()) return land(copy);
+    if (current->groups.empty()) current->groups.emplace_back();
+    current->groups.back().push_back(std::move(copy));
+}
+
+void close_copies() {
+    if (current->groups.empty()) current->groups.emplace_back();
+    current->groups.emplace_back();
+}
+
+// The last group is the open one, which is not counted, and has not to land unless all are awaited at a thread's end.
+void await_copies(size_t left) {
+    auto& groups = current->groups;
+    while (groups.size() > left + 1) {
+        for (Copy& copy : groups.front()) land(copy);
+        groups.erase(groups.begin());
+    }
+}
+
+void start_announced_copy(Copy copy) {
+    if (lands_early()) return land(copy);
+    cluster->copies.push_back(std::move(copy));
+}
+
+// ---- mbarriers ----
+
+Phases& phases_at(uint32_t address, bool make) {
+    const uint32_t rank = address / kClusterWindow, offset = address % kClusterWindow;
+    Block& block = rank == 0 ? *current->block : cluster->blocks.at(rank - 1);
+    if (offset % 8 != 0) failed("a barrier is not aligned");
+    if (!make && block.phases.count(offset) == 0) failed("a barrier that nobody initialised");
+    if (block.alive == 0) failed("a barrier of a block that has ended");
+    return block.phases[offset];
+}
+
+void arrive_phase(uint32_t address, int count, int64_t bytes) {
+    Phases& barrier = phases_at(address);
+    barrier.bytes += bytes, barrier.pending -= count;
+    if (barrier.pending < 0) failed("more arrivals at a barrier than it expects");
+    if (barrier.pending > 0 || barrier.bytes != 0) return;
+    barrier.phase ^= 1, barrier.pending = barrier.expected;
+    wake_all(barrier.waiting);
+}
+
+void await_phase(uint32_t address, uint32_t parity) {
+    while (phases_at(address).phase == (parity & 1)) phases_at(address).waiting.push_back(current), park("a phase of an mbarrier");
+}
+
+}  // namespace emulated

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels, emulated on a CPU: the GPU tests of `tests/ops` at small sizes.
+
+Copies land as late as a kernel's waits allow, or early, and warps run in an order that a seed chooses, so that a missing wait or
+barrier shows, which a run on a GPU may hide.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from emulator import build, missing, run_tests
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+FEW = 20
+"""Processors, so that persistent blocks have several tiles each."""
+MANY = 132
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """The emulated library; building takes a minute or two, once."""
+    return build()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("module", "selected"),
+    [
+        pytest.param(
+            "",
+            "boundary_differs and not 1500 and not 1024 and not 48 and not 130 or boundary_differs and 130 and 256",
+            id="mega_mhc",
+        ),
+        pytest.param(
+            "", "choice_differs and not 5120 and not 2053 or choice_differs and 17-5120 or equal_scores", id="mega_gate"
+        ),
+        pytest.param("", "window_records or entries or not_finite", id="stores"),
+        pytest.param("_engram", "other_rows and not staged or gate_differs", id="engram"),
+        pytest.param("_linear", "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or nan or body_ends", id="linears"),
+        pytest.param(
+            "_moe",
+            "experts_differ and (8-2 or 5-2) and not 640 and not 641 and not 1500 or one_expert and 60 or exist",
+            id="moe_fp4",
+        ),
+        pytest.param(
+            "_index",
+            "worse_entry or restricted_search and 100 or equal_scores and not 70000 or strided or nobody_sees",
+            id="mqa_logits_topk",
+        ),
+        pytest.param(
+            "_attention",
+            "output_differs and [3- and not sizes10 or single_key and 63 or without_keys",
+            id="mega_attention",
+        ),
+        pytest.param("_plain", "not captured and not 5120 and not batch", id="plain"),
+    ],
+)
+def test_an_emulated_kernel_differs(library: Path, tmp_path: Path, module: str, selected: str) -> None:
+    run_tests(library, f"test_native_cuda{module}", selected, seed=1, processors=FEW, directory=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [2])
+@pytest.mark.parametrize(
+    ("module", "selected", "processors"),
+    [
+        pytest.param("", "boundary_differs and 5120 and (1500 or 130) or boundary and batch and 70", FEW, id="mega_mhc"),
+        pytest.param("", "choice_differs and (5120 and 300 or 2053 and not 384) or choice_depends and 100", MANY, id="mega_gate"),
+        pytest.param(
+            "_linear",
+            "(64-64 or 272 or 2-128 or 4-256) or rounding and not 700 or depends_on_how_many and 1024-1280",
+            MANY,
+            id="linears",
+        ),
+        pytest.param("_moe", "experts_differ and (8-2 or 5-2 or 16-6 and 48) or one_expert or nan or exist", FEW, id="moe_fp4"),
+        pytest.param(
+            "_index", "all_entries or scales or nan or chunk or depends_on_its or larger_blocks", MANY, id="mqa_logits_topk"
+        ),
+        pytest.param(
+            "_attention",
+            "output_differs and (48- or [1-) and not sizes10 or other_sizes or single_key or leak or nan_spreads and not many",
+            FEW,
+            id="mega_attention",
+        ),
+        pytest.param("_plain", "not captured and (5120 or batch) and not 130", MANY, id="plain"),
+    ],
+)
+def test_an_emulated_kernel_differs_at_larger_sizes(
+    library: Path, tmp_path: Path, module: str, selected: str, processors: int, seed: int
+) -> None:
+    run_tests(library, f"test_native_cuda{module}", selected, seed=seed, processors=processors, directory=tmp_path)
