@@ -48,34 +48,51 @@ def _compile(source: Path, target: Path, includes: list[str]) -> None:
     partial.rename(target)
 
 
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+
+
+def _link(library: Path, jobs: list[tuple[Path, Path]], includes: list[Path]) -> Path:
+    """Compile (source, object) and link, unless the library is there."""
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            list(pool.map(lambda job: _compile(job[0], job[1], [f"-I{path}" for path in includes]), jobs))
+        partial = library.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", "-shared", "-o", partial, *(job[1] for job in jobs)], check=True)
+        partial.rename(library)
+    return library
+
+
+def build_mistakes() -> Path:
+    """The library of `mistakes.cu` alone."""
+    own = [HERE / f"{name}.cpp" for name in ("machine", "memory", "matrix", "wgmma")]
+    text = translate((HERE / "mistakes.cu").read_text())
+    headers = sorted([*HERE.glob("*.h"), *(HERE / "include").iterdir()])
+    folder = BUILD / _digest(text, *(path.read_text() for path in [*own, *headers]), *FLAGS)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "mistakes.cpp"
+    source.write_text(text)
+    return _link(folder / "mistakes.so", [(path, folder / f"{path.stem}.o") for path in [source, *own]], [HERE / "include"])
+
+
 def build() -> Path:
     """The library; objects are kept, by a digest of the sources."""
     cuda = {path.name: translate(path.read_text()) for path in sorted((KERNELS / "src" / "cuda").iterdir())}
     own = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(HERE / "include").iterdir()])
     others = [KERNELS / "include" / "cedar_kernels.h", KERNELS / "src" / "check.h", KERNELS / "src" / "check.cpp", *own]
-    shared = "".join(
-        [*(text for name, text in cuda.items() if not name.endswith(".cu")), *(p.read_text() for p in others), *FLAGS]
-    )
-    headers = hashlib.sha256(shared.encode()).hexdigest()[:16]
-    sources, objects = BUILD / headers, BUILD / headers / "objects"
+    headers = (text for name, text in cuda.items() if not name.endswith(".cu"))
+    sources = BUILD / _digest(*headers, *(path.read_text() for path in others), *FLAGS)
     (sources / "cuda").mkdir(parents=True, exist_ok=True)
-    objects.mkdir(exist_ok=True)
     jobs: list[tuple[Path, Path]] = []
     for name, text in cuda.items():
         path = sources / "cuda" / re.sub(r"\.cu$", ".cpp", name)
         path.write_text(f'#line 1 "{KERNELS / "src" / "cuda" / name}"\n{text}')
         if name.endswith(".cu"):
-            jobs.append((path, objects / f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.o"))
-    jobs += [(path, objects / f"{path.stem}.o") for path in (KERNELS / "src" / "check.cpp", *own) if path.suffix == ".cpp"]
-    library = objects / (hashlib.sha256("".join(str(job[1]) for job in jobs).encode()).hexdigest()[:16] + ".so")
-    if not library.exists():
-        includes = [f"-I{path}" for path in (HERE / "include", sources, KERNELS / "include", KERNELS / "src")]
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            list(pool.map(lambda job: _compile(job[0], job[1], includes), jobs))
-        partial = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(["g++", "-shared", "-o", partial, *(job[1] for job in jobs)], check=True)
-        partial.rename(library)
-    return library
+            jobs.append((path, sources / f"{path.stem}-{_digest(text)}.o"))
+    jobs += [(path, sources / f"{path.stem}.o") for path in (KERNELS / "src" / "check.cpp", *own) if path.suffix == ".cpp"]
+    includes = [HERE / "include", sources, KERNELS / "include", KERNELS / "src"]
+    return _link(sources / f"{_digest(*(str(job[1]) for job in jobs))}.so", jobs, includes)
 
 
 def on_cpu(text: str) -> str:

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fibers and their scheduler.
-#include "machine.h"
-
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -9,6 +7,8 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+
+#include "inside.h"
 
 // Saves what a function must keep on the stack, changes stacks, takes it back.
 asm(R"(
@@ -41,29 +41,21 @@ namespace emulated {
 Thread* current;
 Index3 block_dim, grid_dim;
 
+Cluster* cluster;
+const Launch* launched;
+Landing landing;
+
 namespace {
 
-constexpr size_t kStack = 256 << 10, kGuard = 256, kStatic = 64 << 10;
+constexpr size_t kStack = 256 << 10;
 
 struct Stopped {};
-enum class Landing { late, early, any };
 
 void* home;
-Cluster* cluster;
 const std::function<void()>* work;
-const Launch* launched;
 std::vector<Warp*> queue;
 std::string failure, text_of_failure;
 uint64_t state = 1;
-Landing landing;
-size_t dynamic_at;
-std::map<std::string, size_t> statics;
-size_t statics_end;
-
-uint32_t chance(uint32_t below) {
-    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-    return uint32_t((state >> 32) * below >> 32);
-}
 
 // Stacks are kept: the kernel gives their pages when they are touched.
 unsigned char* stack_of(size_t number) {
@@ -77,17 +69,19 @@ unsigned char* stack_of(size_t number) {
     return stacks[number];
 }
 
-// Offsets in a block's memory: dynamic shared memory begins in the second KiB, then what nobody may write, then static variables.
-size_t guard_at() { return dynamic_at + launched->shared; }
-size_t statics_at() { return (2 * kReserved + launched->shared + kGuard + 1023) / 1024 * 1024; }
-size_t shared_bytes() { return statics_at() + kStatic; }
-
 Warp& warp_of(const Thread& t) { return t.block->warps[t.index.x / kWarpLanes]; }
 
 void wake(Thread* t) {
     Warp& warp = warp_of(*t);
     warp.ready |= 1u << t->index.x % kWarpLanes;
     if (!warp.queued) warp.queued = true, queue.push_back(&warp);
+}
+
+}  // namespace
+
+uint32_t chance(uint32_t below) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return uint32_t((state >> 32) * below >> 32);
 }
 
 void wake_all(std::vector<Thread*>& waiting) {
@@ -100,6 +94,8 @@ void park(const char* reason) {
     if (landing == Landing::any && chance(8) == 0) await_copies(0);
     emulated_switch(&current->stack_pointer, home);
 }
+
+namespace {
 
 void finish_meeting(Warp& warp, size_t number) {
     Meeting meeting = warp.meetings[number];
@@ -141,8 +137,7 @@ void leave() {
     if (t->at_cluster && t->cluster_phase == cluster->phase) --cluster->arrived;  // it ended without waiting
     if (cluster->alive > 0 && cluster->arrived == cluster->alive) complete_cluster();
     if (block.alive == 0) {
-        for (size_t i = guard_at(); i < guard_at() + kGuard; ++i)
-            if (block.memory[i] != 0xff) failed("wrote behind the end of shared memory");
+        check_guard(block);
         std::memset(block.memory, 0xff, shared_bytes());  // nobody may read it any more
     }
 }
@@ -271,8 +266,8 @@ bool run(const Launch& launch, const std::function<void()>& kernel) {
     static uint64_t launches = 0;
     state = (seed + 1) * 0x9e3779b97f4a7c15u + ++launches * 0xbf58476d1ce4e5b9u | 1;
     for (int i = 0; i < 8; ++i) chance(2);
-    launched = &launch, work = &kernel, failure.clear(), statics.clear();
-    dynamic_at = 0, statics_end = 0;
+    launched = &launch, work = &kernel, failure.clear();
+    forget_places();
     grid_dim = launch.grid, block_dim = launch.block;
     const unsigned each = unsigned(launch.cluster);
     std::vector<unsigned> order(launch.grid.x / each * launch.grid.y * launch.grid.z);
@@ -349,114 +344,6 @@ void await_cluster() {
     if (!current->at_cluster) failed("waits at the cluster's barrier without having arrived");
     while (cluster->phase == current->cluster_phase) cluster->waiting.push_back(current), park("the cluster's barrier");
     current->at_cluster = false;
-}
-
-unsigned char* dynamic_shared(size_t alignment) {
-    // aligned to what is asked for and no more, as it may lie behind static shared memory
-    if (dynamic_at == 0) dynamic_at = kReserved + alignment % kReserved;
-    if (dynamic_at % alignment != 0) failed("dynamic shared memory is declared with two alignments");
-    return current->block->memory + dynamic_at;
-}
-
-unsigned char* static_shared(const char* key, size_t bytes, size_t alignment) {
-    const auto [place, is_new] = statics.try_emplace(key, 0);
-    if (is_new) {
-        place->second = (statics_end + alignment - 1) / alignment * alignment;
-        statics_end = place->second + bytes;
-        if (statics_end > kSharedWithoutLeave) failed("more than 48 KiB of static shared memory");
-        if (statics_end + launched->shared > kMostShared) failed("more shared memory than there is");
-        if (statics_end + launched->shared > kSharedWithoutLeave && launched->allowed < launched->shared)
-            failed("more than 48 KiB of shared memory without leave");
-    }
-    return current->block->memory + statics_at() + place->second;
-}
-
-unsigned char* shared_at(uint32_t address, size_t bytes) {
-    const uint32_t rank = address / kClusterWindow, offset = address % kClusterWindow;
-    if (rank > cluster->blocks.size()) failed("an address of shared memory is of no block of the cluster");
-    if (offset < kReserved || offset + bytes > shared_bytes()) failed("an address is outside of shared memory");
-    Block& block = rank == 0 ? *current->block : cluster->blocks[rank - 1];
-    if (block.alive == 0) failed("shared memory of a block that has ended");
-    return block.memory + offset;
-}
-
-uint32_t address_of(const void* p) {
-    const auto* byte = static_cast<const unsigned char*>(p);
-    for (const Block& block : cluster->blocks)
-        if (byte >= block.memory && byte < block.memory + shared_bytes())
-            return uint32_t(byte - block.memory) + (&block == current->block ? 0 : uint32_t(block.rank + 1) * kClusterWindow);
-    failed("an address of shared memory was asked of other memory");
-}
-
-unsigned char* in_block(const void* mine, unsigned rank) {
-    if (rank >= cluster->blocks.size()) failed("no such block in the cluster");
-    return cluster->blocks[rank].memory + address_of(mine) % kClusterWindow;
-}
-
-// ---- what lands later ----
-
-bool lands_early() { return landing == Landing::early || (landing == Landing::any && chance(3) == 0); }
-
-void land(Copy& copy) {
-    if (copy.box) return copy.box();
-    if (copy.from != nullptr) std::memcpy(copy.to, copy.from, copy.bytes);
-    else if (copy.bytes > 0) std::memcpy(copy.to, copy.value, copy.bytes);
-    std::memset(copy.to + copy.bytes, 0, copy.zeros);
-    if (copy.barrier == nullptr) return;
-    for (Block& block : cluster->blocks) {
-        const auto* byte = reinterpret_cast<unsigned char*>(copy.barrier);
-        if (byte < block.memory || byte >= block.memory + shared_bytes()) continue;
-        arrive_phase(uint32_t(block.rank + 1) * kClusterWindow + uint32_t(byte - block.memory), 0, -int64_t(copy.bytes));
-    }
-}
-
-void start_copy(Copy copy) {
-    if (lands_early()) return land(copy);
-    if (current->groups.empty()) current->groups.emplace_back();
-    current->groups.back().push_back(std::move(copy));
-}
-
-void close_copies() {
-    if (current->groups.empty()) current->groups.emplace_back();
-    current->groups.emplace_back();
-}
-
-// The last group is the open one, which is not counted, and has not to land unless all are awaited at a thread's end.
-void await_copies(size_t left) {
-    auto& groups = current->groups;
-    while (groups.size() > left + 1) {
-        for (Copy& copy : groups.front()) land(copy);
-        groups.erase(groups.begin());
-    }
-}
-
-void start_announced_copy(Copy copy) {
-    if (lands_early()) return land(copy);
-    cluster->copies.push_back(std::move(copy));
-}
-
-// ---- mbarriers ----
-
-Phases& phases_at(uint32_t address, bool make) {
-    const uint32_t rank = address / kClusterWindow, offset = address % kClusterWindow;
-    Block& block = rank == 0 ? *current->block : cluster->blocks.at(rank - 1);
-    if (offset % 8 != 0) failed("a barrier is not aligned");
-    if (!make && block.phases.count(offset) == 0) failed("a barrier that nobody initialised");
-    if (block.alive == 0) failed("a barrier of a block that has ended");
-    return block.phases[offset];
-}
-
-void arrive_phase(uint32_t address, int count, int64_t bytes) {
-    Phases& barrier = phases_at(address);
-    barrier.bytes += bytes, barrier.pending -= count;
-    if (barrier.pending < 0) failed("more arrivals at a barrier than it expects");
-    if (barrier.pending > 0 || barrier.bytes != 0) return;
-    barrier.phase ^= 1, barrier.pending = barrier.expected;
-    wake_all(barrier.waiting);
-}
-
-void await_phase(uint32_t address, uint32_t parity) {
-    while (phases_at(address).phase == (parity & 1)) phases_at(address).waiting.push_back(current), park("a phase of an mbarrier");
 }
 
 }  // namespace emulated

@@ -144,7 +144,6 @@ void start_copy(Copy copy);  // of the thread's open group
 void close_copies();
 void await_copies(size_t left);
 void start_announced_copy(Copy copy);
-void land(Copy& copy);
 // Should what was just started land at once?
 bool lands_early();
 
@@ -155,9 +154,9 @@ template <class T, size_t Alignment>
 T* dynamic_memory() {
     return reinterpret_cast<T*>(dynamic_shared(Alignment < alignof(T) ? alignof(T) : Alignment));
 }
-template <class T>
+template <class T, size_t Alignment>
 T& static_memory(const char* key) {
-    return *reinterpret_cast<T*>(static_shared(key, sizeof(T), alignof(T) < 16 ? 16 : alignof(T)));
+    return *reinterpret_cast<T*>(static_shared(key, sizeof(T), Alignment < alignof(T) ? alignof(T) : Alignment));
 }
 
 // ---- the host's side ----

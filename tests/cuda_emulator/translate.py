@@ -86,12 +86,12 @@ def _asm(body: str) -> str:
 
 def _shared(match: re.Match[str]) -> str:
     """Declarations of static shared memory."""
-    kind, names = match[1], match[2]
+    alignment, kind, names = match[1] or "16", match[2], match[3]
     out = []
     for variable in _split(names, ","):
         name, dims = re.fullmatch(r"\s*(\w+)\s*(.*)", variable, re.DOTALL).groups()  # type: ignore[union-attr]
         key = f'__FILE__ "{name}"'
-        out.append(f"auto& {name} = ::emulated::static_memory<{kind}{dims.strip()}>({key});")
+        out.append(f"auto& {name} = ::emulated::static_memory<{kind}{dims.strip()}, {alignment}>({key});")
     return " ".join(out)
 
 
@@ -110,7 +110,7 @@ def translate(text: str) -> str:
         r"\2* const \3 = ::emulated::dynamic_memory<\2, \1>();",
         text,
     )
-    return re.sub(r"(?<!\w)__shared__ ([\w:]+(?:<[^;>]*>)?)\s+([^;]+);", _shared, text)
+    return re.sub(r"(?<!\w)__shared__ (?:__align__\((\w+)\) )?([\w:]+(?:<[^;>]*>)?)\s+([^;]+);", _shared, text)
 
 
 def main() -> None:
