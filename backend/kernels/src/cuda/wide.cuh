@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     }
     cluster.sync();
     await_launch();
+    release_launch();  // to a normalisation
 
     if (warp < 4) {  // the ring's
         shrink_registers<40>();
