@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel library's interface with the CUDA bodies, emulated, for tensors of a CPU.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
-#include <vector>
+#include <cstring>
+#include <new>
 
 #include "check.h"
 #include "cuda/bodies.h"
@@ -11,14 +13,23 @@ namespace {
 
 char last_error[512] = "";
 
-// A stream's workspace, zeros at first, as `cedar.ops.native` gives it.
-std::vector<unsigned char> workspace;
+// A call's workspace: what has to be zero, and else bytes of NaNs, whatever calls before it left.
+struct Workspace {
+    static constexpr size_t kAlignment = 256;
+    size_t bytes;
+    unsigned char* data = nullptr;
 
-unsigned char* workspace_of(int64_t bytes) {
-    constexpr size_t kAlignment = 256;
-    if (workspace.size() < size_t(bytes) + kAlignment) workspace.assign(size_t(bytes) * 2 + kAlignment, 0);
-    return workspace.data() + (kAlignment - reinterpret_cast<uintptr_t>(workspace.data()) % kAlignment) % kAlignment;
-}
+    explicit Workspace(int64_t needed) : bytes(size_t(needed)) {
+        if (bytes == 0) return;
+        data = static_cast<unsigned char*>(operator new(bytes, std::align_val_t(kAlignment)));
+        std::memset(data, 0xff, bytes);
+        std::memset(data, 0, counters());
+    }
+    Workspace(const Workspace&) = delete;
+    ~Workspace() { operator delete(data, std::align_val_t(kAlignment)); }
+    size_t counters() const { return std::min(bytes, size_t(CEDAR_COUNTER_BYTES)); }
+    bool is_as_before() const { return std::all_of(data, data + counters(), [](unsigned char x) { return x == 0; }); }
+};
 
 }  // namespace
 
@@ -52,9 +63,10 @@ int cedar_replay(const cedar_call* calls, int64_t count, void* stream) {
         if (given->rows == 0) return CEDAR_OK;                                                                        \
         cedar_##op##_args args = *given;                                                                              \
         const bool plain = args.type == CEDAR_F32;                                                                    \
-        args.workspace_bytes = plain ? cuda::plain::op##_workspace(args) : cuda::op##_workspace(args);                \
-        args.workspace = workspace_of(args.workspace_bytes);                                                          \
-        return plain ? cuda::plain::op(args, stream) : cuda::op(args, stream);                                        \
+        const Workspace workspace(plain ? cuda::plain::op##_workspace(args) : cuda::op##_workspace(args));            \
+        args.workspace = workspace.data, args.workspace_bytes = int64_t(workspace.bytes);                             \
+        if (const int status = plain ? cuda::plain::op(args, stream) : cuda::op(args, stream)) return status;         \
+        return workspace.is_as_before() ? CEDAR_OK : fail(CEDAR_FAILED, #op ": its counters are not zero behind it"); \
     }                                                                                                                 \
     int64_t cedar_##op##_workspace(const cedar_##op##_args*) { return 0; }
 CEDAR_OPS(CEDAR_DEFINE)

@@ -27,6 +27,8 @@ FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-mavx2", "-mfma", "-w"),
     *("-DCEDAR_WIDE_WGMMA", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-D__CUDA_ARCH__=900"),
 ]
+ADDRESSES = ["-fsanitize=address", "--param=asan-stack=0", "-O1"]
+"""Of kernels whose accesses to memory are checked; the fibers' stacks are the emulator's own affair."""
 
 
 def missing() -> str | None:
@@ -38,12 +40,12 @@ def missing() -> str | None:
     return None
 
 
-def _compile(source: Path, target: Path, includes: list[str]) -> None:
+def _compile(source: Path, target: Path, options: list[str]) -> None:
     """One object, unless it is there: its name tells from what it was made."""
     if target.exists():
         return
     partial = target.with_suffix(f".{os.getpid()}")
-    done = subprocess.run(["g++", *FLAGS, *includes, "-c", str(source), "-o", str(partial)], capture_output=True, text=True)
+    done = subprocess.run(["g++", *FLAGS, *options, "-c", str(source), "-o", str(partial)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
     partial.rename(target)
 
@@ -52,14 +54,19 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
-def _link(library: Path, jobs: list[tuple[Path, Path]], includes: list[Path]) -> Path:
-    """Compile (source, object) and link, unless the library is there."""
+def _link(library: Path, jobs: list[tuple[Path, Path]], includes: list[Path], checks: list[str]) -> Path:
+    """Compile (source, object) and link, unless the library is there. checks: options of kernels."""
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
+
+        def compile_one(job: tuple[Path, Path]) -> None:
+            checked = checks if job[0].parent not in (HERE, KERNELS / "src") else []
+            _compile(*job, [*checked, *(f"-I{path}" for path in includes)])
+
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            list(pool.map(lambda job: _compile(job[0], job[1], [f"-I{path}" for path in includes]), jobs))
+            list(pool.map(compile_one, jobs))
         partial = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(["g++", "-shared", "-o", partial, *(job[1] for job in jobs)], check=True)
+        subprocess.run(["g++", "-shared", *checks[:1], "-o", partial, *(job[1] for job in jobs)], check=True)
         partial.rename(library)
     return library
 
@@ -73,16 +80,17 @@ def build_mistakes() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "mistakes.cpp"
     source.write_text(text)
-    return _link(folder / "mistakes.so", [(path, folder / f"{path.stem}.o") for path in [source, *own]], [HERE / "include"])
+    return _link(folder / "mistakes.so", [(path, folder / f"{path.stem}.o") for path in [source, *own]], [HERE / "include"], [])
 
 
-def build() -> Path:
-    """The library; objects are kept, by a digest of the sources."""
+def build(checks: list[str] | None = None) -> Path:
+    """The library; objects are kept, by a digest of the sources. checks: `ADDRESSES`."""
+    checks = checks or []
     cuda = {path.name: translate(path.read_text()) for path in sorted((KERNELS / "src" / "cuda").iterdir())}
     own = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(HERE / "include").iterdir()])
     others = [KERNELS / "include" / "cedar_kernels.h", KERNELS / "src" / "check.h", KERNELS / "src" / "check.cpp", *own]
     headers = (text for name, text in cuda.items() if not name.endswith(".cu"))
-    sources = BUILD / _digest(*headers, *(path.read_text() for path in others), *FLAGS)
+    sources = BUILD / _digest(*headers, *(path.read_text() for path in others), *FLAGS, *checks)
     (sources / "cuda").mkdir(parents=True, exist_ok=True)
     jobs: list[tuple[Path, Path]] = []
     for name, text in cuda.items():
@@ -92,18 +100,32 @@ def build() -> Path:
             jobs.append((path, sources / f"{path.stem}-{_digest(text)}.o"))
     jobs += [(path, sources / f"{path.stem}.o") for path in (KERNELS / "src" / "check.cpp", *own) if path.suffix == ".cpp"]
     includes = [HERE / "include", sources, KERNELS / "include", KERNELS / "src"]
-    return _link(sources / f"{_digest(*(str(job[1]) for job in jobs))}.so", jobs, includes)
+    return _link(sources / f"{_digest(*(str(job[1]) for job in jobs))}.so", jobs, includes, checks)
 
 
 def on_cpu(text: str) -> str:
     """A GPU test module's text for tensors of the CPU; "cpu:0" is the CPU, and yet another name than "cpu"."""
     text = text.replace('"cuda"', '"cpu:0"').replace(".cuda()", ".cpu()").replace(".pin_memory()", "")
     text = text.replace("torch.cuda.synchronize()", "pass")
+    # results that nobody has written are NaNs
+    text = text.replace("\nimport torch\n", "\nimport torch\ntorch.use_deterministic_algorithms(True)\n")
     return re.sub(r"^( *)(pytestmark|gpu) = .*", r"\1\2: list[object] = []", text, flags=re.MULTILINE)
 
 
-def run_tests(library: Path, module: str, selected: str, seed: int, processors: int, directory: Path) -> None:
-    """Those tests of `tests/ops/<module>.py` that pytest's expression selects, in a process of their own, on the library."""
+def _preloaded() -> dict[str, str]:
+    """What a process needs whose library checks accesses: its allocations are to be checked too."""
+    names = ("libasan.so", "libstdc++.so.6")
+    paths = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True) for name in names]
+    return {"LD_PRELOAD": " ".join(path.stdout.strip() for path in paths), "ASAN_OPTIONS": "detect_leaks=0,handle_segv=0"}
+
+
+def run_tests(
+    library: Path, module: str, selected: str, seed: int, processors: int, directory: Path, *, checked: bool = False
+) -> None:
+    """Those tests of `tests/ops/<module>.py` that pytest's expression selects, in a process of their own, on the library.
+
+    checked: the library is one of kernels whose accesses are checked (`ADDRESSES`).
+    """
     path = directory / f"{module}_emulated.py"
     path.write_text(on_cpu((ROOT / "tests" / "ops" / f"{module}.py").read_text()))
     variables = {
@@ -116,7 +138,7 @@ def run_tests(library: Path, module: str, selected: str, seed: int, processors: 
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(directory)]
     done = subprocess.run(
         [*command, "--maxfail=3", "--tb=short", "-k", selected, str(path)],
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, **(_preloaded() if checked else {})},
         cwd=directory,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from emulator import build, missing, run_tests
+from emulator import ADDRESSES, build, missing, run_tests
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -25,41 +25,52 @@ def library() -> Path:
     return build()
 
 
+SMALL = [
+    pytest.param(
+        "",
+        "boundary_differs and (352 or 5120) and not 1500 and (all or norm) or boundary_differs and 130 and (64 or 256)",
+        id="mega_mhc",
+    ),
+    pytest.param("", "choice_differs and not 5120 and not 2053 or choice_differs and 17-5120 or equal_scores", id="mega_gate"),
+    pytest.param("", "window_records or entries or not_finite", id="stores"),
+    pytest.param("_engram", "other_rows and not staged or gate_differs", id="engram"),
+    pytest.param("_linear", "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or nan or body_ends", id="linears"),
+    pytest.param(
+        "_moe",
+        "experts_differ and (8-2 or 5-2) and not 640 and not 641 and not 1500 or one_expert and 60 or exist",
+        id="moe_fp4",
+    ),
+    pytest.param(
+        "_index",
+        "worse_entry or restricted_search and 100 or equal_scores and not 70000 or strided or nobody_sees",
+        id="mqa_logits_topk",
+    ),
+    pytest.param(
+        "_attention",
+        "output_differs and [3- and not sizes10 or single_key and 63 or without_keys",
+        id="mega_attention",
+    ),
+    pytest.param("_plain", "not captured and not 5120 and not batch", id="plain"),
+]
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("module", "selected"),
-    [
-        pytest.param(
-            "",
-            "boundary_differs and not 1500 and not 1024 and not 48 and not 130 or boundary_differs and 130 and 256",
-            id="mega_mhc",
-        ),
-        pytest.param(
-            "", "choice_differs and not 5120 and not 2053 or choice_differs and 17-5120 or equal_scores", id="mega_gate"
-        ),
-        pytest.param("", "window_records or entries or not_finite", id="stores"),
-        pytest.param("_engram", "other_rows and not staged or gate_differs", id="engram"),
-        pytest.param("_linear", "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or nan or body_ends", id="linears"),
-        pytest.param(
-            "_moe",
-            "experts_differ and (8-2 or 5-2) and not 640 and not 641 and not 1500 or one_expert and 60 or exist",
-            id="moe_fp4",
-        ),
-        pytest.param(
-            "_index",
-            "worse_entry or restricted_search and 100 or equal_scores and not 70000 or strided or nobody_sees",
-            id="mqa_logits_topk",
-        ),
-        pytest.param(
-            "_attention",
-            "output_differs and [3- and not sizes10 or single_key and 63 or without_keys",
-            id="mega_attention",
-        ),
-        pytest.param("_plain", "not captured and not 5120 and not batch", id="plain"),
-    ],
-)
+@pytest.mark.parametrize(("module", "selected"), SMALL)
 def test_an_emulated_kernel_differs(library: Path, tmp_path: Path, module: str, selected: str) -> None:
     run_tests(library, f"test_native_cuda{module}", selected, seed=1, processors=FEW, directory=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def checked_library() -> Path:
+    """The same with every access to memory checked."""
+    return build(ADDRESSES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("module", "selected"), SMALL)
+def test_an_emulated_kernel_accesses_other_memory(checked_library: Path, tmp_path: Path, module: str, selected: str) -> None:
+    run_tests(checked_library, f"test_native_cuda{module}", selected, seed=3, processors=FEW, directory=tmp_path, checked=True)
 
 
 @pytest.mark.slow
