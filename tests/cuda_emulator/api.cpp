@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "cuda/bodies.h"
+#include "machine.h"
 
 namespace {
 
@@ -65,7 +66,9 @@ int cedar_replay(const cedar_call* calls, int64_t count, void* stream) {
         const bool plain = args.type == CEDAR_F32;                                                                    \
         const Workspace workspace(plain ? cuda::plain::op##_workspace(args) : cuda::op##_workspace(args));            \
         args.workspace = workspace.data, args.workspace_bytes = int64_t(workspace.bytes);                             \
-        if (const int status = plain ? cuda::plain::op(args, stream) : cuda::op(args, stream)) return status;         \
+        const int status = plain ? cuda::plain::op(args, stream) : cuda::op(args, stream);                            \
+        if (!emulated::finish()) return fail(CEDAR_FAILED, #op ": %s", emulated::last_failure());                     \
+        if (status != CEDAR_OK) return status;                                                                        \
         return workspace.is_as_before() ? CEDAR_OK : fail(CEDAR_FAILED, #op ": its counters are not zero behind it"); \
     }                                                                                                                 \
     int64_t cedar_##op##_workspace(const cedar_##op##_args*) { return 0; }

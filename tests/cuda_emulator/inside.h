@@ -6,12 +6,7 @@
 
 namespace emulated {
 
-// When what a cluster starts lands: as late as its waits allow, at once, or at any time between.
-enum class Landing { late, early, any };
-
 extern Cluster* cluster;  // that runs
-extern const Launch* launched;
-extern Landing landing;
 
 uint32_t chance(uint32_t below);
 // The thread waits until somebody wakes it; reason: for whoever reads about a deadlock.
@@ -19,7 +14,6 @@ void park(const char* reason);
 void wake_all(std::vector<Thread*>& waiting);
 
 size_t shared_bytes();  // of a block's memory, poison included
-void forget_places();   // of variables in shared memory, which each launch has anew
 void check_guard(const Block& block);
 void land(Copy& copy);
 

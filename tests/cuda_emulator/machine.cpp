@@ -42,8 +42,6 @@ Thread* current;
 Index3 block_dim, grid_dim;
 
 Cluster* cluster;
-const Launch* launched;
-Landing landing;
 
 namespace {
 
@@ -52,14 +50,14 @@ constexpr size_t kStack = 256 << 10;
 struct Stopped {};
 
 void* home;
-const std::function<void()>* work;
-std::vector<Warp*> queue;
+std::deque<Launch> launches;
 std::string failure, text_of_failure;
 uint64_t state = 1;
 
 // Stacks are kept: the kernel gives their pages when they are touched.
-unsigned char* stack_of(size_t number) {
-    static std::vector<unsigned char*> stacks;
+unsigned char* stack_of(size_t set, size_t number) {
+    static std::vector<unsigned char*> kept[2];
+    std::vector<unsigned char*>& stacks = kept[set];
     while (stacks.size() <= number) {
         void* p = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) std::abort();
@@ -74,7 +72,7 @@ Warp& warp_of(const Thread& t) { return t.block->warps[t.index.x / kWarpLanes]; 
 void wake(Thread* t) {
     Warp& warp = warp_of(*t);
     warp.ready |= 1u << t->index.x % kWarpLanes;
-    if (!warp.queued) warp.queued = true, queue.push_back(&warp);
+    if (!warp.queued) warp.queued = true, cluster->queue.push_back(&warp);
 }
 
 }  // namespace
@@ -91,7 +89,7 @@ void wake_all(std::vector<Thread*>& waiting) {
 
 void park(const char* reason) {
     current->waits_for = reason;
-    if (landing == Landing::any && chance(8) == 0) await_copies(0);
+    if (cluster->landing == Landing::any && chance(8) == 0) await_copies(0);
     emulated_switch(&current->stack_pointer, home);
 }
 
@@ -143,15 +141,15 @@ void leave() {
 }
 
 void entry() {
-    (*work)();
+    current->block->cluster->launch->kernel();
     leave();
     void* nowhere;
     emulated_switch(&nowhere, home);
     std::abort();
 }
 
-void start(Thread& t, size_t number) {
-    auto* top = reinterpret_cast<void**>(stack_of(number) + kStack);
+void start(Thread& t, size_t set, size_t number) {
+    auto* top = reinterpret_cast<void**>(stack_of(set, number) + kStack);
     for (int i = 0; i < 3; ++i) *--top = nullptr;  // at its first instruction a function finds the stack at 16 n + 8
     *--top = reinterpret_cast<void*>(&entry);
     for (int i = 0; i < 6; ++i) *--top = nullptr;
@@ -189,43 +187,55 @@ void report_deadlock() {
     if (lines > 12) failure += " and more";
 }
 
-void run_cluster() {
-    while (cluster->alive > 0 && failure.empty()) {
-        if (queue.empty()) {
-            if (cluster->copies.empty()) return report_deadlock();
-            land_one(chance(uint32_t(cluster->copies.size())));
-            continue;
-        }
-        if (landing == Landing::any && !cluster->copies.empty() && chance(16) == 0) land_one(chance(uint32_t(cluster->copies.size())));
-        const size_t number = chance(uint32_t(queue.size()));
-        Warp* warp = queue[number];
-        const bool falling = chance(2) != 0;
-        for (uint32_t rounds = 1 + chance(64); warp->ready != 0 && rounds > 0 && failure.empty(); --rounds) {
-            for (unsigned ready = std::exchange(warp->ready, 0); ready != 0 && failure.empty();) {
-                const int lane = falling ? 31 - __builtin_clz(ready) : __builtin_ctz(ready);
-                ready &= ~(1u << lane);
-                resume(&warp->block->threads[size_t(warp->number * kWarpLanes + lane)]);
-            }
-        }
-        if (warp->ready == 0) {
-            warp->queued = false;
-            queue[number] = queue.back();  // what was added meanwhile lies behind
-            queue.pop_back();
+// A warp's lanes go on, for a while.
+void run_warp(size_t number) {
+    std::vector<Warp*>& queue = cluster->queue;
+    Warp* warp = queue[number];
+    const bool falling = chance(2) != 0;
+    for (uint32_t rounds = 1 + chance(64); warp->ready != 0 && rounds > 0 && failure.empty(); --rounds) {
+        for (unsigned ready = std::exchange(warp->ready, 0); ready != 0 && failure.empty();) {
+            const int lane = falling ? 31 - __builtin_clz(ready) : __builtin_ctz(ready);
+            ready &= ~(1u << lane);
+            resume(&warp->block->threads[size_t(warp->number * kWarpLanes + lane)]);
         }
     }
-    if (failure.empty() && !cluster->copies.empty()) failure = "a copy was not awaited before its block ended";
+    if (warp->ready != 0) return;
+    warp->queued = false;
+    queue[number] = queue.back();  // what was added meanwhile lies behind
+    queue.pop_back();
 }
 
-void make_blocks(Cluster& c, unsigned first, unsigned y, unsigned z) {
-    static std::vector<std::unique_ptr<unsigned char[]>> memories;
-    const unsigned threads = launched->block.x;
+// To its end, or of a cluster that is ahead as far as it can.
+void run_cluster(Cluster& c) {
+    cluster = &c, grid_dim = c.launch->grid, block_dim = c.launch->block;
+    while (c.alive > 0 && failure.empty()) {
+        if (c.queue.empty()) {
+            if (c.ahead && (c.copies.empty() || chance(4) == 0)) return;
+            if (c.copies.empty()) return report_deadlock();
+            land_one(chance(uint32_t(c.copies.size())));
+            continue;
+        }
+        if (c.landing == Landing::any && !c.copies.empty() && chance(16) == 0) land_one(chance(uint32_t(c.copies.size())));
+        run_warp(chance(uint32_t(c.queue.size())));
+    }
+    if (failure.empty() && !c.copies.empty()) failure = "a copy was not awaited before its block ended";
+}
+
+// Clusters of two launches may be there at once, with memory and stacks of one set or the other.
+std::unique_ptr<Cluster> make_cluster(const Launch& launch, unsigned number, size_t set, bool ahead) {
+    static std::vector<std::unique_ptr<unsigned char[]>> kept[2];
+    std::vector<std::unique_ptr<unsigned char[]>>& memories = kept[set];
+    auto made = std::make_unique<Cluster>();
+    Cluster& c = *made;
+    const unsigned threads = launch.block.x, each = unsigned(launch.cluster), columns = launch.grid.x / each;
+    c.launch = &launch, c.landing = Landing(chance(3)), c.ahead = ahead;
+    c.blocks.resize(each), c.alive = int(threads * each);
     cluster = &c;
-    c.blocks.resize(size_t(launched->cluster));
-    c.alive = int(threads) * launched->cluster;
-    for (size_t rank = 0; rank < c.blocks.size(); ++rank) {
+    for (unsigned rank = 0; rank < each; ++rank) {
         if (memories.size() <= rank) memories.emplace_back(new unsigned char[(512 << 10) + 1024]);
         Block& block = c.blocks[rank];
-        block.cluster = &c, block.rank = int(rank), block.alive = int(threads), block.index = {first + unsigned(rank), y, z};
+        block.cluster = &c, block.rank = int(rank), block.alive = int(threads);
+        block.index = {number % columns * each + rank, number / columns % launch.grid.y, number / columns / launch.grid.y};
         block.memory = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(memories[rank].get()) + 1023) & ~uintptr_t(1023));
         std::memset(block.memory, 0xff, shared_bytes());
         block.threads.resize(threads), block.warps.resize((threads + 31) / 32), block.groups.resize((threads + 127) / 128);
@@ -233,11 +243,41 @@ void make_blocks(Cluster& c, unsigned first, unsigned y, unsigned z) {
             const unsigned lanes = std::min(32u, threads - unsigned(w) * 32);
             const unsigned mask = lanes == 32 ? ~0u : (1u << lanes) - 1;
             block.warps[w] = Warp{&block, int(w), mask, mask, true, {}};
-            queue.push_back(&block.warps[w]);
+            c.queue.push_back(&block.warps[w]);
         }
         for (unsigned t = 0; t < threads; ++t) {
             block.threads[t].block = &block, block.threads[t].index = {t, 0, 0};
-            start(block.threads[t], rank * threads + t);
+            start(block.threads[t], set, rank * threads + t);
+        }
+    }
+    return made;
+}
+
+std::vector<unsigned> order_of(const Launch& launch) {
+    std::vector<unsigned> order(launch.grid.x / unsigned(launch.cluster) * launch.grid.y * launch.grid.z);
+    for (unsigned i = 0; i < order.size(); ++i) order[i] = i, std::swap(order[i], order[chance(i + 1)]);
+    return order;
+}
+
+// All launches; of each that may begin early its first cluster before the one before it.
+void run_all() {
+    std::unique_ptr<Cluster> ahead;
+    std::vector<unsigned> order = order_of(launches[0]), next;
+    for (size_t n = 0; n < launches.size(); ++n, order = std::move(next)) {
+        std::unique_ptr<Cluster> first = std::move(ahead);
+        if (n + 1 < launches.size()) next = order_of(launches[n + 1]);
+        if (n + 1 < launches.size() && launches[n + 1].early) {
+            ahead = make_cluster(launches[n + 1], next[0], (n + 1) % 2, true);
+            run_cluster(*ahead);
+        }
+        for (const unsigned number : order) {
+            if (first == nullptr) first = make_cluster(launches[n], number, n % 2, false);
+            cluster = first.get();
+            first->ahead = false;
+            wake_all(first->awaiting_launch);
+            run_cluster(*first);
+            first = nullptr;
+            if (!failure.empty()) return;
         }
     }
 }
@@ -258,33 +298,24 @@ void failed(const std::string& text) {
     for (;;) emulated_switch(&current->stack_pointer, home);  // nobody resumes it
 }
 
-bool run(const Launch& launch, const std::function<void()>& kernel) {
+void enqueue(Launch launch) { launches.push_back(std::move(launch)); }
+
+bool finish() {
     static const uint64_t seed = [] {
         const char* given = std::getenv("CEDAR_EMULATOR_SEED");
         return given == nullptr ? 1 : std::strtoull(given, nullptr, 10);
     }();
-    static uint64_t launches = 0;
-    state = (seed + 1) * 0x9e3779b97f4a7c15u + ++launches * 0xbf58476d1ce4e5b9u | 1;
+    static uint64_t calls = 0;
+    if (launches.empty()) return true;
+    state = (seed + 1) * 0x9e3779b97f4a7c15u + ++calls * 0xbf58476d1ce4e5b9u | 1;
     for (int i = 0; i < 8; ++i) chance(2);
-    launched = &launch, work = &kernel, failure.clear();
-    forget_places();
-    grid_dim = launch.grid, block_dim = launch.block;
-    const unsigned each = unsigned(launch.cluster);
-    std::vector<unsigned> order(launch.grid.x / each * launch.grid.y * launch.grid.z);
-    for (unsigned i = 0; i < order.size(); ++i) order[i] = i, std::swap(order[i], order[chance(i + 1)]);
-    for (const unsigned number : order) {
-        landing = Landing(chance(3));
-        const unsigned columns = launch.grid.x / each;
-        Cluster c;
-        make_blocks(c, number % columns * each, number / columns % launch.grid.y, number / columns / launch.grid.y);
-        try {
-            run_cluster();
-        } catch (const Stopped&) {
-        }
-        queue.clear();
-        cluster = nullptr;
-        if (!failure.empty()) break;
+    failure.clear();
+    try {
+        run_all();
+    } catch (const Stopped&) {
     }
+    cluster = nullptr, current = nullptr;
+    launches.clear();
     text_of_failure = failure;
     return failure.empty();
 }
@@ -332,6 +363,10 @@ unsigned block_barrier(int number, int threads, bool value) {
     barrier.waiting.push_back(current);
     park("a barrier of the block");
     return barrier.result;
+}
+
+void await_launch() {
+    while (cluster->ahead) cluster->awaiting_launch.push_back(current), park("griddepcontrol.wait");
 }
 
 void arrive_cluster() {

@@ -101,7 +101,30 @@ struct Block {
     std::unordered_map<uint32_t, Phases> phases;  // by offset
 };
 
+// When what a cluster starts lands: as late as its waits allow, at once, or at any time between.
+enum class Landing { late, early, any };
+
+struct Launch {
+    Index3 grid, block;
+    size_t shared, allowed;
+    int cluster;
+    bool early;  // its blocks may begin before the launch before has ended
+    std::function<void()> kernel;
+};
+
+// Where a launch's variables lie in shared memory.
+struct Places {
+    size_t dynamic_at = 0, statics_end = 0;
+    std::map<std::string, size_t> statics;
+};
+
 struct Cluster {
+    const Launch* launch;
+    Landing landing;
+    bool ahead;  // the launch before has not ended
+    Places places;
+    std::vector<Warp*> queue;  // with lanes that can go on
+    std::vector<Thread*> awaiting_launch;
     std::vector<Block> blocks;
     std::vector<Copy> copies;  // that no thread, but a barrier, awaits
     int alive = 0, arrived = 0;
@@ -128,6 +151,7 @@ void together(unsigned mask, const char* kind, T& mine, All) {  // All: a lambda
 
 // All threads of the block that have not ended (threads 0), or so many, at a named barrier: is `value` true of any?
 unsigned block_barrier(int number, int threads, bool value);
+void await_launch();
 void arrive_cluster();
 void await_cluster();
 
@@ -161,13 +185,11 @@ T& static_memory(const char* key) {
 
 // ---- the host's side ----
 
-struct Launch {
-    Index3 grid, block;
-    size_t shared, allowed;
-    int cluster;
-};
-// Runs all blocks: whether it ended well; else last_failure() tells why not.
-bool run(const Launch& launch, const std::function<void()>& kernel);
+// A launch waits until all are carried out: in their order, but for one cluster of a launch that may begin early, which goes as far as
+// it can before the launch before begins.
+void enqueue(Launch launch);
+// Whether all ended well; else last_failure() tells why not.
+bool finish();
 const char* last_failure();
 
 }  // namespace emulated

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shared memory, copies that land later, and barriers that count their bytes.
-#include <map>
-
 #include "inside.h"
 
 namespace emulated {
@@ -9,18 +7,13 @@ namespace {
 
 constexpr size_t kGuard = 256, kStatic = 64 << 10;
 
-size_t dynamic_at, statics_end;
-std::map<std::string, size_t> statics;
-
 // Offsets in a block's memory: dynamic shared memory begins in the second KiB, then what nobody may write, then static variables.
-size_t guard_at() { return dynamic_at + launched->shared; }
-size_t statics_at() { return (2 * kReserved + launched->shared + kGuard + 1023) / 1024 * 1024; }
+size_t guard_at() { return cluster->places.dynamic_at + cluster->launch->shared; }
+size_t statics_at() { return (2 * kReserved + cluster->launch->shared + kGuard + 1023) / 1024 * 1024; }
 
 }  // namespace
 
 size_t shared_bytes() { return statics_at() + kStatic; }
-
-void forget_places() { statics.clear(), dynamic_at = 0, statics_end = 0; }
 
 void check_guard(const Block& block) {
     for (size_t i = guard_at(); i < guard_at() + kGuard; ++i)
@@ -28,6 +21,7 @@ void check_guard(const Block& block) {
 }
 
 unsigned char* dynamic_shared(size_t alignment) {
+    size_t& dynamic_at = cluster->places.dynamic_at;
     // aligned to what is asked for and no more, as it may lie behind static shared memory
     if (dynamic_at == 0) dynamic_at = kReserved + alignment % kReserved;
     if (dynamic_at % alignment != 0) failed("dynamic shared memory is declared with two alignments");
@@ -35,13 +29,15 @@ unsigned char* dynamic_shared(size_t alignment) {
 }
 
 unsigned char* static_shared(const char* key, size_t bytes, size_t alignment) {
+    auto& [dynamic_at, statics_end, statics] = cluster->places;
+    const Launch& launch = *cluster->launch;
     const auto [place, is_new] = statics.try_emplace(key, 0);
     if (is_new) {
         place->second = (statics_end + alignment - 1) / alignment * alignment;
         statics_end = place->second + bytes;
         if (statics_end > kSharedWithoutLeave) failed("more than 48 KiB of static shared memory");
-        if (statics_end + launched->shared > kMostShared) failed("more shared memory than there is");
-        if (statics_end + launched->shared > kSharedWithoutLeave && launched->allowed < launched->shared)
+        if (statics_end + launch.shared > kMostShared) failed("more shared memory than there is");
+        if (statics_end + launch.shared > kSharedWithoutLeave && launch.allowed < launch.shared)
             failed("more than 48 KiB of shared memory without leave");
     }
     return current->block->memory + statics_at() + place->second;
@@ -71,7 +67,7 @@ unsigned char* in_block(const void* mine, unsigned rank) {
 
 // ---- what lands later ----
 
-bool lands_early() { return landing == Landing::early || (landing == Landing::any && chance(3) == 0); }
+bool lands_early() { return cluster->landing == Landing::early || (cluster->landing == Landing::any && chance(3) == 0); }
 
 void land(Copy& copy) {
     if (copy.box) return copy.box();

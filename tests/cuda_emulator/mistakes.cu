@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int kThreads = 128;
-enum Mistake { kNone, kNoBarrier, kNoSyncwarp, kNoWait, kReusedStage, kNoExpect, kNoClusterBarrier, kReadBeforeProduct };
+enum Mistake { kNone, kNoBarrier, kNoSyncwarp, kNoWait, kReusedStage, kNoExpect, kNoClusterBarrier, kReadBeforeProduct, kEarlyRead };
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
@@ -93,11 +93,21 @@ __global__ void product(const float*, float* out, Mistake mistake) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(0) : "memory");
 }
 
+// out[i] = in[i], which the launch behind it, as it may begin early, has to await.
+__global__ void lead(const float* in, float* out, Mistake) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    out[threadIdx.x] = in[threadIdx.x];
+}
+__global__ void follow(const float*, float* out, Mistake mistake) {
+    if (mistake != kEarlyRead) asm volatile("griddepcontrol.wait;" ::: "memory");
+    out[kThreads + threadIdx.x] = 2.0f * out[threadIdx.x];
+}
+
 }  // namespace
 
 // 0, or an error whose text is written.
 extern "C" __attribute__((visibility("default"))) int emulate(int kernel, int mistake, const float* in, float* out, char* text, int bytes) {
-    void (*const kernels[])(const float*, float*, Mistake) = {exchange, stages, sums, product};
+    void (*const kernels[])(const float*, float*, Mistake) = {exchange, stages, sums, product, lead};
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = 2;
@@ -108,7 +118,14 @@ extern "C" __attribute__((visibility("default"))) int emulate(int kernel, int mi
     config.dynamicSmemBytes = kernel == 3 ? 16384 : 0;
     config.attrs = &attribute;
     config.numAttrs = kernel == 2;
-    const cudaError_t error = cudaLaunchKernelEx(&config, kernels[kernel], in, out, Mistake(mistake));
-    std::snprintf(text, size_t(bytes), "%s", cudaGetErrorString(error));
-    return int(error);
+    cudaError_t error = cudaLaunchKernelEx(&config, kernels[kernel], in, out, Mistake(mistake));
+    if (kernel == 4) {
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
+        error = cudaLaunchKernelEx(&config, follow, in, out, Mistake(mistake));
+    }
+    const bool well = emulated::finish();
+    std::snprintf(text, size_t(bytes), "%s", error != cudaSuccess ? cudaGetErrorString(error) : emulated::last_failure());
+    return error != cudaSuccess || !well;
 }

@@ -113,7 +113,7 @@ inline void barrier_cluster_wait_aligned() { await_cluster(); }
 inline void barrier_cluster_wait_acquire_aligned() { await_cluster(); }
 inline void fence_mbarrier_init_release_cluster() {}
 inline void fence_proxy_async_shared_cta() {}
-inline void griddepcontrol_wait() {}
+inline void griddepcontrol_wait() { await_launch(); }
 inline void griddepcontrol_launch_dependents() {}
 template <class T> void setmaxnreg_inc_sync_aligned_u32(T) {}
 template <class T> void setmaxnreg_dec_sync_aligned_u32(T) {}

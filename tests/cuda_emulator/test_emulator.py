@@ -15,7 +15,7 @@ from translate import translate
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 THREADS, ROWS = 128, 8
-EXCHANGE, STAGES, SUMS, PRODUCT = range(4)
+EXCHANGE, STAGES, SUMS, PRODUCT, EARLY = range(5)
 TRIES = 24
 """Each launch has another order and other times of landing, from one seed."""
 
@@ -43,12 +43,14 @@ def expected(kernel: int) -> Tensor:
         out[:THREADS] = sum(4.0 * i + row * 4 * THREADS for row in range(ROWS))
     elif kernel == SUMS:
         out[:THREADS], out[THREADS:] = 1.0 + i, 0.0 + i
+    elif kernel == EARLY:
+        out[:THREADS], out[THREADS:] = i.float(), 2.0 * i
     else:
         out[:THREADS] = 16.0
     return out
 
 
-@pytest.mark.parametrize("kernel", [EXCHANGE, STAGES, SUMS, PRODUCT])
+@pytest.mark.parametrize("kernel", [EXCHANGE, STAGES, SUMS, PRODUCT, EARLY])
 def test_a_kernel_without_mistakes_fails(emulate: Callable[[int, int], tuple[Tensor, str]], kernel: int) -> None:
     for _ in range(TRIES):
         out, error = emulate(kernel, 0)
@@ -66,6 +68,7 @@ def test_a_kernel_without_mistakes_fails(emulate: Callable[[int, int], tuple[Ten
         (SUMS, 5, "deadlock: nobody can go on"),
         (SUMS, 6, "a barrier that nobody initialised"),
         (PRODUCT, 7, ""),
+        (EARLY, 8, ""),
     ],
 )
 def test_a_mistake_is_not_found(emulate: Callable[[int, int], tuple[Tensor, str]], kernel: int, mistake: int, text: str) -> None:

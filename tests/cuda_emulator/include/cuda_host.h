@@ -4,7 +4,7 @@
 
 #include <cstdlib>
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719, cudaErrorNotSupported = 801 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801 };
 using cudaStream_t = void*;
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension, cudaLaunchAttributeProgrammaticStreamSerialization };
@@ -55,6 +55,12 @@ inline int cluster_of(const cudaLaunchConfig_t& config) {
     return 1;
 }
 
+inline bool is_early(const cudaLaunchConfig_t& config) {
+    for (unsigned i = 0; i < config.numAttrs; ++i)
+        if (config.attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization) return config.attrs[i].val.programmaticStreamSerializationAllowed != 0;
+    return false;
+}
+
 inline cudaError_t check(const cudaLaunchConfig_t& config, const Leave& leave) {
     const unsigned cluster = unsigned(cluster_of(config));
     if (config.gridDim.x == 0 || config.gridDim.y == 0 || config.gridDim.z == 0) return refused(refusal(), "a launch of no blocks");
@@ -76,9 +82,7 @@ inline int processors() {
 
 }  // namespace emulated
 
-inline const char* cudaGetErrorString(cudaError_t error) {
-    return error == cudaErrorLaunchFailure ? ::emulated::last_failure() : error == cudaErrorInvalidValue ? ::emulated::refusal() : "not supported";
-}
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorInvalidValue ? ::emulated::refusal() : "not supported"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -105,8 +109,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (const cudaError_t error = ::emulated::check(*config, leave); error != cudaSuccess) return error;
     const std::tuple<P...> values(static_cast<P>(arguments)...);
     const auto index = [](dim3 d) { return ::emulated::Index3{d.x, d.y, d.z}; };
-    const ::emulated::Launch launch{index(config->gridDim), index(config->blockDim), config->dynamicSmemBytes, leave.shared, ::emulated::cluster_of(*config)};
-    return ::emulated::run(launch, [&] { std::apply(kernel, values); }) ? cudaSuccess : cudaErrorLaunchFailure;
+    ::emulated::enqueue({index(config->gridDim), index(config->blockDim), config->dynamicSmemBytes, leave.shared, ::emulated::cluster_of(*config),
+                         ::emulated::is_early(*config), [=] { std::apply(kernel, values); }});
+    return cudaSuccess;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long flags,
