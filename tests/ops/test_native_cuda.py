@@ -103,9 +103,7 @@ def test_a_boundary_depends_on_its_batch(rows: int) -> None:
     same_bits(run, rows)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "experts", "top_k"), [(64, 8, 2), (96, 30, 4), (256, 16, 4), (5120, 384, 6), (5120, 128, 3)]
-)
+@pytest.mark.parametrize(("hidden", "experts", "top_k"), [(64, 8, 2), (96, 30, 4), (256, 16, 4), (5120, 384, 6), (5120, 128, 3)])
 @pytest.mark.parametrize("rows", [*ROWS, 300, 700, 2053])
 def test_a_choice_differs_from_the_reference(rows: int, hidden: int, experts: int, top_k: int) -> None:
     g = seeded(rows + experts)
