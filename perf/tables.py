@@ -25,6 +25,28 @@ _LOAD = (
     "tokens/s",
     "tokens in / out",
 )
+_MEASURED = frozenset(
+    [
+        "op",
+        "name",
+        "T",
+        "note",
+        "floor_us",
+        "us",
+        "p10_us",
+        "p90_us",
+        "replays",
+        "calls",
+        "floor_percent",
+        "tb_per_s",
+        "tflop_per_s",
+        "relative_error",
+        "error",
+        "unavailable",
+    ]
+)
+"""Keys of a kernel's row that do not say what was computed, but for T, its number of tokens."""
+OURS = "cedar"
 _REPLAY = (
     *("replay", "prefix", "TTFT ms, median (min to max)", "of cold, off"),
     *("rows x layers, of full", "cached tokens", "replayed tokens"),
@@ -34,8 +56,11 @@ _REPLAY = (
 def markdown(result: dict[str, Any]) -> str:
     """One result file as a table and the line that says where it comes from."""
     machine = result["machine"]
-    where = ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["gpus"]])
-    headings, rows = _replay_rows(result["cases"]) if "cases" in result else _load_rows(result["levels"])
+    where = ", ".join([machine["cpu"], f"{machine['cores']} cores", *machine["gpus"]]) if "cpu" in machine else machine["gpu"]
+    if "ceilings" in result:
+        headings, rows = _kernel_rows(result["rows"])
+    else:
+        headings, rows = _replay_rows(result["cases"]) if "cases" in result else _load_rows(result["levels"])
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     table = [f"| {' | '.join(headings)} |", f"|{'---:|' * len(headings)}", *lines]
     return f"{result['date'][:10]}, {where}: `{result['command']}`\n\n" + "\n".join(table) + "\n"
@@ -59,6 +84,39 @@ def _replay_rows(cases: list[dict[str, Any]]) -> tuple[tuple[str, ...], Rows]:
         counts = (f"{case['full_work_percent']:.2f}%", f"{case['cached_tokens']:,}", str(case["replayed_tokens"]))
         rows.append((case["replay"], case["prefix"], spread, f"{share:.1%}", *counts))
     return _REPLAY, rows
+
+
+def facts_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What a kernel's row computed, beside its operation and its number of tokens."""
+    return {key: value for key, value in row.items() if key not in _MEASURED}
+
+
+def beside(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Every row of the library with the peers that did the same work, the fastest first.
+
+    A peer's row tells less where it has fewer variants. No peer searches some blocks only: theirs stand beside every mode.
+    """
+
+    def same(peer: dict[str, Any], ours: dict[str, Any]) -> bool:
+        facts = {key: value for key, value in facts_of(peer).items() if key != "mode"}
+        return (peer["op"], peer["T"]) == (ours["op"], ours["T"]) and facts.items() <= ours.items()
+
+    timed = sorted((row for row in rows if row["name"] != OURS and "us" in row), key=lambda row: row["us"])
+    return [(row, [peer for peer in timed if same(peer, row)]) for row in rows if row["name"] == OURS]
+
+
+def _kernel_rows(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], Rows]:
+    """Microseconds, percent of the floor, times as fast as the fastest peer; by number of tokens."""
+    tokens = sorted({row["T"] for row in rows if row["name"] == OURS})
+    found: dict[str, dict[int, str]] = {}
+    for ours, peers in sorted(beside(rows), key=lambda pair: str(pair[0]["op"])):
+        cell = f"{ours['us']:,.{1 if ours['us'] < 1000 else 0}f}, {ours['floor_percent']:.0f}%" if "us" in ours else "failed"
+        if peers and "us" in ours:
+            cell += f", {peers[0]['us'] / ours['us']:.2f}x"
+        title = " ".join([f"`{ours['op']}`", *(f"{key} {value}" for key, value in facts_of(ours).items())])
+        found.setdefault(title, {})[ours["T"]] = cell
+    lines: Rows = [(title, *(cells.get(count, "") for count in tokens)) for title, cells in found.items()]
+    return ("us, of floor, against the fastest peer", *(f"{count:,}" for count in tokens)), lines
 
 
 def _full_ms(cases: list[dict[str, Any]]) -> float:

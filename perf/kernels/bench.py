@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from perf.kernels.case import EVICTING_BYTES, OURS, Case, Unavailable
+from perf.tables import beside, facts_of
 
 MOST_CALLS = 24
 
@@ -169,23 +171,19 @@ def progress(done: int, total: int, case: Case, began: float) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One line per operation and size: the library's time, the best peer's, the ratio, the part of the floor."""
-    skipped = {"op", "name", "floor_us", "note", "us", "p10_us", "p90_us", "replays", "calls", "floor_percent", "tb_per_s"}
-    skipped |= {"tflop_per_s", "relative_error", "error", "unavailable"}
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        key = (row["op"], *((name, value) for name, value in row.items() if name not in skipped))
-        groups.setdefault(key, []).append(row)
     lines = [f"{'operation':52} {'us':>9} {'floor %':>7} {'error':>8} {'peer us':>9} {'ratio':>6}  peer"]
-    for (op, *facts), group in groups.items():
-        title = f"{op} " + " ".join(f"{name}={value}" for name, value in facts)
-        ours = next((row for row in group if row["name"] == OURS), {})
-        peers = sorted((row for row in group if row["name"] != OURS and "us" in row), key=lambda row: row["us"])
-        line = f"{title:52} {ours.get('us', float('nan')):9.2f} {ours.get('floor_percent', float('nan')):7.1f} "
+    for ours, peers in beside(rows):
+        line = f"{title(ours):52} {ours.get('us', float('nan')):9.2f} {ours.get('floor_percent', float('nan')):7.1f} "
         line += f"{ours.get('relative_error', float('nan')):8.1e}"
         if peers and "us" in ours:
             line += f" {peers[0]['us']:9.2f} {peers[0]['us'] / ours['us']:6.2f}  {peers[0]['name']}"
-        lines += [line, *(f"    {row['name']}: {row['error']}" for row in group if "error" in row)]
-    return "\n".join(lines)
+        lines.append(line)
+    return "\n".join([*lines, *(f"{title(row)}, {row['name']}: {row['error']}" for row in rows if "error" in row)])
+
+
+def title(row: dict[str, Any]) -> str:
+    """The operation and its sizes."""
+    return " ".join([row["op"], f"T={row['T']}", *(f"{name}={value}" for name, value in facts_of(row).items())])
 
 
 def plot(rows: list[dict[str, Any]], ceiling: dict[str, float], path: Path) -> None:
@@ -238,7 +236,14 @@ def collect(options: argparse.Namespace) -> list[Case]:
 
 def save(rows: list[dict[str, Any]], ceiling: dict[str, float], path: Path) -> None:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
-    document = {"machine": machine, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ceilings": ceiling, "rows": rows}
+    document = {
+        "title": "Times of the kernel library and of its peers",
+        "command": shlex.join(["python", "-m", "perf.kernels.bench", *sys.argv[1:]]),
+        "machine": machine,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "ceilings": ceiling,
+        "rows": rows,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

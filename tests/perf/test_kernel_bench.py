@@ -14,6 +14,7 @@ from perf.kernels import bench, cases_peers, check_peers
 from perf.kernels.case import EVICTING_BYTES, MOST_SETS, OURS, Case, Unavailable, rotate, sets_for
 from perf.kernels.cases_peers_experts import _places
 from perf.kernels.peers_data import Chain, dequantised, peer, quantise, relative
+from perf.tables import beside, markdown
 
 CEILING = {"bytes": 4e12, "bf16": 8e14, "fp8": 1.2e15, "tf32": 3e14}
 
@@ -125,3 +126,25 @@ def test_a_token_goes_to_a_row_of_another_expert() -> None:
     assert torch.equal(layout[places], ids)
     assert torch.equal(source[places], torch.arange(3)[:, None].expand(3, 6))
     assert all(count % 4 == 0 for count in layout.bincount().tolist())
+
+
+def measured(op: str, name: str, us: float, **facts: Any) -> dict[str, Any]:
+    return {"op": op, "name": name, "T": 48, "us": us, "floor_us": 1.0, "floor_percent": 100 / us, **facts}
+
+
+def test_a_peer_stands_beside_other_work() -> None:
+    ours = measured("mqa_logits_topk", OURS, 5.0, context=8192, mode="sparse")
+    same = [
+        measured("mqa_logits_topk", "b", 10.0, context=8192, mode="dense"),
+        measured("mqa_logits_topk", "c", 20.0, context=8192),
+    ]
+    other = [
+        measured("mqa_logits_topk", "longer", 1.0, context=65536),
+        measured("mega_gate", "another", 1.0),
+        {**same[0], "T": 8, "us": 1.0},
+        {"op": "mqa_logits_topk", "name": "wrong", "T": 48, "context": 8192, "error": "no"},
+    ]
+    assert beside([*other, ours, *reversed(same)]) == [(ours, same)]
+    assert "| `mqa_logits_topk` context 8192 mode sparse | 5.0, 20%, 2.00x |" in markdown(
+        {"date": "2026-01-01", "machine": {"gpu": "G"}, "command": "c", "ceilings": {}, "rows": [ours, *same]}
+    )
