@@ -20,7 +20,6 @@ from cedar.ops.compress import CompressorWeights, compress_store
 from cedar.ops.engram import STAGED_TOKENS, engram_gate, engram_gather
 from cedar.ops.mhc import Mixing, Written, mega_mhc
 from cedar.ops.moe import Experts, mega_gate, moe_fp4
-from cedar.ops.native import load
 from cedar.ops.norm import Norm
 from cedar.ops.provider import Choice, using
 from cedar.ops.quant import fq8
@@ -50,7 +49,6 @@ def uniform(g: torch.Generator, *shape: int) -> Tensor:
 
 def native(op: Callable[..., Any]) -> Callable[..., Any]:
     """The operation by the library, without a fallback."""
-    load()
     choice = Choice(set(OPERATIONS), set(OPERATIONS))
 
     def run(*arguments: Any) -> Any:

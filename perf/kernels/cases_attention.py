@@ -14,7 +14,6 @@ from torch import Tensor
 from cedar.cache.layout import GlobalRecords, IndexKeyRecords, WindowRecords
 from cedar.cache.records import RecordPool, RecordView
 from cedar.ops.attention import mega_attention
-from cedar.ops.native import load
 
 HEADS, HEAD, PAIRS, WINDOW, SELECTED = 64, 512, 32, 128, 512
 INDEX_HEADS, INDEX_HEAD, TOP_K, BLOCK, CANDIDATES, PER_PAGE, MXFP4 = 32, 128, 512, 8, 2048, 64, 4
@@ -100,7 +99,6 @@ def _search_inputs(rows: int, context: int, mode: str) -> Callable[[int], Search
     all_pages = min(rows * pages, max(pages, MOST_KEYS // PER_PAGE))
 
     def make(seed: int) -> Search:
-        load()
         g = seeded(seed)
         pool = RecordPool.allocate(IndexKeyRecords(INDEX_HEAD), (all_pages + 1) * PER_PAGE, torch.device("cuda"))
         some = pool.record.encode(normal(g, 1 << 16, INDEX_HEAD))
