@@ -35,7 +35,9 @@ SMALL = [
     pytest.param("", "window_records or entries or not_finite", id="stores"),
     pytest.param("_engram", "other_rows and not staged or gate_differs", id="engram"),
     pytest.param(
-        "_linear", "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or nan or body_ends", id="linears"
+        "_linear",
+        "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends",
+        id="linears",
     ),
     pytest.param(
         "_moe",

@@ -86,6 +86,25 @@ def test_a_row_depends_on_how_many_there_are(fp8: bool, outputs: int, inputs: in
         assert torch.equal(run(x[start:stop].contiguous()), together[start:stop]), (start, stop)
 
 
+@pytest.mark.parametrize(("outputs", "inputs", "out_type"), [(272, 1280, BF16), (80, 576, torch.float32), (8480, 192, BF16)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_few_rows_are_added_in_another_order(fp8: bool, outputs: int, inputs: int, out_type: torch.dtype) -> None:
+    g = seeded(3)
+    x = normal(g, 70, inputs).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, outputs, inputs))
+    weight, scales = (codes, scale) if fp8 else (dequantize_fp8_tiles(codes, scale, BF16), None)
+    load()
+
+    def run(x: Tensor) -> Tensor:
+        y = torch.full((x.shape[0], outputs), torch.nan, dtype=out_type, device="cuda")
+        torch.ops.cedar.mxfp8_linear.default(x, weight, scales, None, y, False, 0.0)
+        return y
+
+    together = run(x)
+    for start, stop in ((0, 1), (3, 11), (50, 66), (8, 25), (30, 62), (20, 68)):
+        assert torch.equal(run(x[start:stop].contiguous()), together[start:stop]), (start, stop)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_row_of_very_many_depends_on_the_others(fp8: bool) -> None:
     g = seeded(2)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// wo_a and mxfp8_linear: the weight streamed once for up to 128 rows (linear_split.cuh); very many rows on Hopper, in builds with
+// wo_a and mxfp8_linear: few rows (linear_few.cuh); the weight streamed once for up to 128 rows (linear_split.cuh); very many rows on Hopper, in builds with
 // CEDAR_WIDE_WGMMA, by its own matrix instruction (wide.cuh), whose sums have another order. Rounding the rows first and
 // normalising their products are launches of their own, each ready to begin when the one before it ends.
 #include "bodies.h"
-#include "linear_split.cuh"
+#include "linear_few.cuh"
 #include "moe.cuh"
 #include "wide.cuh"
 
@@ -58,7 +58,8 @@ template <class Weight>
 cudaError_t run(const Product& p, const Weight& weight, int64_t groups, int most_parts, void* stream) {
     if constexpr (kWideBuilt)
         if (p.tokens > kWideFrom && has_groups() && fits_wide(p, weight, groups)) return run_wide(p, weight, groups, stream);
-    return run_split(p, weight, groups, most_parts, stream);
+    const int parts = parts_for(p.out_dim, p.in_dim / Weight::kBlock, groups, most_parts);
+    return p.tokens <= kFewTokens ? run_few(p, weight, groups, parts, stream) : run_split(p, weight, groups, parts, stream);
 }
 
 int dispatch(const char* op, const Product& p, const void* weight, const uint8_t* scale, int64_t weight_type, int64_t groups, void* stream,

@@ -18,6 +18,10 @@ namespace cedar::cuda {
 #define CEDAR_LINEAR_PARTS 8  // the largest cluster
 #endif
 
+#ifndef CEDAR_LINEAR_WARPS
+#define CEDAR_LINEAR_WARPS 1900  // with two tiles of outputs and a part of k each, for which k is divided
+#endif
+
 #ifndef CEDAR_LINEAR_PROMOTION
 #define CEDAR_LINEAR_PROMOTION "256B"  // of a weight's row that come to L2 with a copy
 #endif
@@ -34,22 +38,28 @@ struct Product {
     bool early;                       // the launch before this one makes x
 };
 
-// parts: blocks that share k; tiles: of 16 outputs, of a block, an even number behind 8, where a warp has two.
+// parts: blocks that share k; tiles: of 16 outputs, of a block.
 struct Split {
     int parts, tiles;
 };
 
+// Parts of k, so many that there are some sixteen warps of 32 outputs for each multiprocessor.
+inline int parts_for(int64_t out_dim, int64_t blocks, int64_t groups, int most_parts) {
+    int parts = 1;
+    while (parts * 2 <= most_parts && parts * 2 <= blocks && (out_dim + 31) / 32 * groups * parts < CEDAR_LINEAR_WARPS) parts *= 2;
+    return parts;
+}
+
 // What the busiest multiprocessor has to do, in kilobytes of E4M3: its weights; for each block of k also its tokens, of which
-// some tens are assumed; and what starting a block, and a cluster's sums, cost.
-inline Split split_for(int64_t out_dim, int64_t blocks, int64_t groups, int most_parts) {
-    Split best{1, 1};
+// some tens are assumed; and what starting a block costs. resident: blocks that a multiprocessor has at a time.
+inline int tiles_for(int64_t out_dim, int64_t blocks, int64_t groups, int parts, int most_tiles, int resident) {
+    int best = 1;
     int64_t least = INT64_MAX;
-    for (int parts = 1; parts <= most_parts && parts <= blocks; parts *= 2)
-        for (int tiles = 1; tiles <= kMostRowTiles; tiles += tiles < 8 ? 1 : 2) {
-            const int64_t all = (out_dim + tiles * 16 - 1) / (tiles * 16) * groups * parts, length = (blocks + parts - 1) / parts;
-            const int64_t cost = (all + kSms - 1) / kSms * (length * (tiles + 2) + 45) + (parts > 1 ? 20 : 0);
-            if (cost < least) least = cost, best = {parts, tiles};
-        }
+    for (int tiles = 1; tiles <= most_tiles; tiles += tiles < 8 ? 1 : 2) {
+        const int64_t all = (out_dim + tiles * 16 - 1) / (tiles * 16) * groups * parts, length = (blocks + parts - 1) / parts;
+        const int64_t cost = (all + kSms * resident - 1) / (kSms * resident) * (length * (tiles + 2) + 45);
+        if (cost < least) least = cost, best = tiles;
+    }
     return best;
 }
 
@@ -60,7 +70,8 @@ struct SplitRing {
     static constexpr int kDepth = kSteps * Weight::kBlock, kChunks = kDepth / 8, kTokenBytes = kDepth * int(sizeof(Bf16));
     static constexpr int kFlip = kChunks == 16 ? 1 : 4;  // as kSwizzle of tiles.cuh
     static constexpr int kWarpBytes = kSteps * RT * 1024;
-    static constexpr int kFitting = 227 * 1024 / (W * kWarpBytes + NT * 8 * kTokenBytes), kStages = kFitting < 6 ? kFitting : 6;
+    static constexpr int kResident = RT == 1 && NT <= 6 ? 2 : 1;  // blocks of a multiprocessor: clusters find places in any group of them
+    static constexpr int kFitting = (228 / kResident - 1) * 1024 / (W * kWarpBytes + NT * 8 * kTokenBytes), kStages = kFitting < 6 ? kFitting : 6;
     static_assert(kStages >= 3);
     __host__ __device__ static constexpr int stage_bytes(int warps) { return warps * kWarpBytes + NT * 8 * kTokenBytes; }
     __host__ __device__ static constexpr int sums_stride(int warps) { return warps * RT * 16 + 4; }  // of a token; stores of a warp meet all banks
@@ -80,6 +91,30 @@ __device__ inline uint32_t pair_of(float low, float high) {
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// Four outputs can be stored at a time.
+inline bool stores_fours(const Product& p) { return (p.out_dim | p.y_stride) % 4 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0; }
+
+// Outputs n .. n + 3 of a token, as far as there are; p's group is blockIdx.y.
+__device__ inline void store_four(const Product& p, int64_t token, int64_t n, float4 v, bool vectors) {
+    const int64_t to = token * p.y_stride + blockIdx.y * p.out_dim + n;
+    if (vectors && n + 4 <= p.out_dim) {  // stores that the compiler cannot take apart
+        if (p.wide)
+            __stcg(reinterpret_cast<float4*>(static_cast<float*>(p.y) + to), v);
+        else
+            __stcg(reinterpret_cast<uint2*>(static_cast<Bf16*>(p.y) + to), make_uint2(pair_of(v.x, v.y), pair_of(v.z, v.w)));
+        return;
+    }
+    const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (n + j >= p.out_dim) continue;
+        if (p.wide)
+            static_cast<float*>(p.y)[to + j] = values[j];
+        else
+            static_cast<Bf16*>(p.y)[to + j] = from_float<Bf16>(values[j]);
+    }
+}
+
 // The sums of the cluster's parts, each block's share of them; p's group is blockIdx.y.
 template <int RT, int NT, int W, class Weight>
 __device__ inline void store_sums(const Product& p, int64_t first_row, int64_t first_token, int tokens, const float* sums, bool vectors) {
@@ -90,7 +125,7 @@ __device__ inline void store_sums(const Product& p, int64_t first_row, int64_t f
     const int all = tokens * fours, end = all * (part + 1) / parts;
     for (int i = all * part / parts + int(threadIdx.x); i < end; i += int(blockDim.x)) {
         const int token = i / fours, row = i % fours * 4;
-        const int64_t n = first_row + row, to = (first_token + token) * p.y_stride + blockIdx.y * p.out_dim + n;
+        const int64_t n = first_row + row;
         if (n >= p.out_dim) continue;  // no load may be on its way, unused, when its block ends
         const float* at = sums + token * stride + row;
         float4 v[kMostParts];
@@ -101,28 +136,14 @@ __device__ inline void store_sums(const Product& p, int64_t first_row, int64_t f
 #pragma unroll
         for (int s = 1; s < kMostParts; ++s)
             if (s < parts) total[0] += v[s].x, total[1] += v[s].y, total[2] += v[s].z, total[3] += v[s].w;
-        if (vectors && n + 4 <= p.out_dim) {  // stores that the compiler cannot take apart
-            if (p.wide)
-                __stcg(reinterpret_cast<float4*>(static_cast<float*>(p.y) + to), make_float4(total[0], total[1], total[2], total[3]));
-            else
-                __stcg(reinterpret_cast<uint2*>(static_cast<Bf16*>(p.y) + to), make_uint2(pair_of(total[0], total[1]), pair_of(total[2], total[3])));
-            continue;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            if (n + j >= p.out_dim) continue;
-            if (p.wide)
-                static_cast<float*>(p.y)[to + j] = total[j];
-            else
-                static_cast<Bf16*>(p.y)[to + j] = from_float<Bf16>(total[j]);
-        }
+        store_four(p, first_token + token, n, make_float4(total[0], total[1], total[2], total[3]), vectors);
     }
 }
 
 // Cluster (i, g): of group g the outputs of row block i / token_blocks times the i % token_blocks-th `each` tokens, so that
 // neighbours read the same weights. A warp has RT tiles of outputs, all in the same tiles of 32. vectors: four outputs can be stored at a time.
 template <int RT, int NT, int W, class Weight>
-__global__ void __launch_bounds__(W* kWarp, 1)
+__global__ void __launch_bounds__(W* kWarp, SplitRing<RT, NT, W, Weight>::kResident)
     split_product(const Product p, const Weight weight, int token_blocks, int each, bool vectors) {
     namespace cg = cooperative_groups;
     using Ring = SplitRing<RT, NT, W, Weight>;
@@ -252,31 +273,27 @@ template <int RT, int NT, int W, class Weight>
 cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, const Split& split, int token_blocks, int each, void* stream) {
     const int64_t row_blocks = (p.out_dim + split.tiles * 16 - 1) / (split.tiles * 16);
     const int warps = split.tiles / RT;
-    const bool vectors = (p.out_dim | p.y_stride) % 4 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
     const dim3 grid(unsigned(row_blocks * token_blocks * split.parts), unsigned(groups));
     return launch_cluster(split_product<RT, NT, W, Weight>, grid, warps * kWarp, SplitRing<RT, NT, W, Weight>::shared_bytes(warps), split.parts,
-                          p.early, stream, p, weight, token_blocks, each, vectors);
-}
-
-template <int RT, int W, class Weight>
-cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, const Split& split, void* stream) {
-    // tokens are spread evenly over as few blocks as there must be, in eights
-    const int64_t least = (p.tokens + kSplitTokens - 1) / kSplitTokens;
-    const int each = int(((p.tokens + least - 1) / least + 7) / 8 * 8), token_blocks = int((p.tokens + each - 1) / each);
-    if (each <= 8) return run_split<RT, 1, W>(p, weight, groups, split, token_blocks, each, stream);
-    if (each <= 16) return run_split<RT, 2, W>(p, weight, groups, split, token_blocks, each, stream);
-    if (each <= 32) return run_split<RT, 4, W>(p, weight, groups, split, token_blocks, each, stream);
-    if (each <= 48) return run_split<RT, 6, W>(p, weight, groups, split, token_blocks, each, stream);
-    if (each <= 64) return run_split<RT, 8, W>(p, weight, groups, split, token_blocks, each, stream);
-    return run_split<RT, 16, W>(p, weight, groups, split, token_blocks, each, stream);
+                          p.early, stream, p, weight, token_blocks, each, stores_fours(p));
 }
 
 template <class Weight>
-cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, int most_parts, void* stream) {
-    const Split split = split_for(p.out_dim, p.in_dim / Weight::kBlock, groups, most_parts);
-    if (split.tiles <= 8) return run_split<1, 8>(p, weight, groups, split, stream);
-    if (split.tiles <= 16) return run_split<2, 8>(p, weight, groups, split, stream);
-    return run_split<2, kMostRowTiles / 2>(p, weight, groups, split, stream);
+cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, int parts, void* stream) {
+    // tokens are spread evenly over as few blocks as there must be, in eights
+    const int64_t least = (p.tokens + kSplitTokens - 1) / kSplitTokens, blocks = p.in_dim / Weight::kBlock;
+    const int each = int(((p.tokens + least - 1) / least + 7) / 8 * 8), token_blocks = int((p.tokens + each - 1) / each);
+    if (each <= 48) {
+        const Split split{parts, tiles_for(p.out_dim, blocks, groups, parts, 10, 2)};
+        if (each <= 24) return run_split<1, 3, 10>(p, weight, groups, split, token_blocks, each, stream);
+        if (each <= 32) return run_split<1, 4, 10>(p, weight, groups, split, token_blocks, each, stream);
+        return run_split<1, 6, 10>(p, weight, groups, split, token_blocks, each, stream);
+    }
+    const int tiles = tiles_for(p.out_dim, blocks, groups, parts, kMostRowTiles, 1);
+    const Split split{parts, tiles + tiles % 2};  // a warp has two
+    if (each <= 64) return run_split<2, 8, kMostRowTiles / 2>(p, weight, groups, split, token_blocks, each, stream);
+    if (split.tiles <= 16) return run_split<2, 16, 8>(p, weight, groups, split, token_blocks, each, stream);
+    return run_split<2, 16, kMostRowTiles / 2>(p, weight, groups, split, token_blocks, each, stream);
 }
 
 }  // namespace cedar::cuda
