@@ -129,6 +129,14 @@ def test_a_block_of_many_rows_mixes_them(sizes: tuple[int, int, int], widths: tu
         assert torch.equal(x.run(), out)
 
 
+@pytest.mark.parametrize("sizes", [RELEASE, SMALL])
+@pytest.mark.parametrize("rows", [641, 2000])
+def test_a_row_of_many_differs_from_the_formula(rows: int, sizes: tuple[int, int, int]) -> None:
+    x = case(rows, sizes, (128, 512))
+    some = slice(None, None, rows // 20)
+    assert_close(x.run()[some], x.rows(some).expected(), 8e-3)
+
+
 def test_a_nan_spreads_to_other_rows_of_many() -> None:
     x = case(MANY, RELEASE, (128, 512))
 
