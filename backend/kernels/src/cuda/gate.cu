@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // mega_gate in one launch. A cluster shares k for a tile of experts and of tokens: a block's share of both is on its way to shared
-// memory from the start. Experts are the rows of the matrix instruction (m16n8k16), tokens its columns. Each block adds up the
-// logits of some tokens over the cluster and stores their scores; of the blocks with scores of a token, the last to come chooses.
+// memory from the start, or all but its last part where not all has room. Experts are the rows of the matrix instruction (m16n8k16),
+// tokens its columns. Each block adds up the logits of some tokens over the cluster and stores their scores; of the blocks with
+// scores of a token, the last to come chooses.
 //
 // A logit is the sum of the blocks' parts in their order, a part a chain over its k: for one dimension one order, whatever the
 // tiles, which depend on the number of rows.
@@ -19,8 +20,8 @@ namespace cedar::cuda {
 namespace {
 
 constexpr int kMostBlocks = 16, kBlockK = 32;       // k of a lane's 16 bytes and its three neighbours'
+constexpr int kBlockBytes = kBlockK * int(sizeof(Bf16));
 constexpr int kCopyGroups = 5, kRowThreads = 8;     // parts of k that are waited for in turn; threads that copy a row
-constexpr int kRowPadding = 64;                     // bytes: two rows' 64 bytes then lie in different banks
 constexpr int kMostShared = 227 * 1024;
 constexpr int kRelease = 5120;                      // the release's hidden, for which everything is a constant
 
@@ -39,19 +40,23 @@ __device__ inline unsigned count_arrival(unsigned* arrivals) {
     return before;
 }
 
-// A warp has EM * 16 experts and NT * 8 tokens, a block EW x NW warps.
-template <int EM, int EW, int NT, int NW>
+// Blocks of k of a part of the `blocks` that a block of threads has.
+__host__ __device__ constexpr int64_t part_of(int64_t blocks) { return (blocks + kCopyGroups - 1) / kCopyGroups; }
+
+// A warp has EM * 16 experts and NT * 8 tokens, a block EW x NW warps and shared memory for kBuffers parts of k: a part takes the
+// place of the one that was multiplied kBuffers before.
+template <int EM, int EW, int NT, int NW, int kBuffers>
 struct Tile {
     static constexpr int kExperts = EM * EW * 16, kTokens = NT * NW * 8, kThreads = EW * NW * kWarp;
     static constexpr int kFoldStride = kExperts + 4;  // floats of a token's logits: 2 tokens further is 8 banks further
     static int64_t shared(int64_t length) {
-        const int64_t staged = (kExperts + kTokens) * (length * int64_t(sizeof(Bf16)) + kRowPadding);
+        const int64_t staged = kBuffers * (kExperts + kTokens) * part_of(length / kBlockK) * kBlockBytes;
         const int64_t folded = kTokens * kFoldStride * int64_t(sizeof(float));
         return staged > folded ? staged : folded;
     }
 };
 
-// As many blocks as share k evenly in whole blocks of k.
+// As many blocks of the cluster as share k evenly in whole blocks of k.
 __host__ __device__ constexpr int cluster_of(int64_t hidden) {
     int blocks = kMostBlocks;
     while (blocks > 1 && hidden % (int64_t(blocks) * kBlockK) != 0) blocks /= 2;
@@ -59,9 +64,9 @@ __host__ __device__ constexpr int cluster_of(int64_t hidden) {
 }
 
 // kHidden: 0 where only the call knows it.
-template <int EM, int EW, int NT, int NW, int kHidden>
+template <int EM, int EW, int NT, int NW, int kBuffers, int kHidden>
 __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
-    using T = Tile<EM, EW, NT, NW>;
+    using T = Tile<EM, EW, NT, NW, kBuffers>;
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ bool is_last;
     const cedar_mega_gate_args& a = gate.a;
@@ -70,13 +75,16 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     const int group = lane / 4, quad = lane % 4;
     const int64_t first_expert = int64_t(blockIdx.x) / blocks * T::kExperts, first_token = int64_t(blockIdx.y) * T::kTokens;
     const int tokens = int(a.rows - first_token < T::kTokens ? a.rows - first_token : T::kTokens);
-    const int length = hidden / blocks, stride = length * int(sizeof(Bf16)) + kRowPadding;
-    const int k_blocks = length / kBlockK, k_each = (k_blocks + kCopyGroups - 1) / kCopyGroups;
+    const int length = hidden / blocks, k_blocks = length / kBlockK, k_each = int(part_of(k_blocks));
+    // Where a row of a part is an even number of blocks of 64 bytes, odd rows have them swapped in pairs: two rows' blocks then lie
+    // in different banks.
+    const int stride = k_each * kBlockBytes, part_bytes = (T::kExperts + T::kTokens) * stride, swap = 1 - k_each % 2;
 
     // Rows: the experts, of which one behind the last is the last, then the tokens, of which one behind the last is not copied.
-    constexpr int kAtOnce = T::kThreads / kRowThreads, kPasses = (T::kExperts + T::kTokens) / kAtOnce;
-    static_assert(T::kExperts % kAtOnce == 0 && T::kTokens % kAtOnce == 0);
-    const int row = threadIdx.x / kRowThreads, chunks = k_blocks * 4, chunks_each = k_each * 4;
+    constexpr int kAtOnce = T::kThreads / kRowThreads, kPasses = (T::kExperts + T::kTokens + kAtOnce - 1) / kAtOnce;
+    static_assert(T::kExperts % kAtOnce == 0);
+    const int row = threadIdx.x / kRowThreads, chunks = k_blocks * 4, chunks_each = k_each * 4, flip = row % 2 * swap * 4;
+    static_assert(kAtOnce % 2 == 0);
     const Bf16* from[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -86,18 +94,20 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
                                                    : static_cast<const Bf16*>(a.x) + (first_token + of_tile - T::kExperts) * hidden) +
                      rank * length;
     }
-#pragma unroll
-    for (int part = 0; part < kCopyGroups; ++part) {
-        const int end = min((part + 1) * chunks_each, chunks);
+    const auto copy = [&](int part) {
+        unsigned char* to = memory + part % kBuffers * part_bytes + row * stride;
+        const int begin = part * chunks_each, end = part < kCopyGroups ? min(begin + chunks_each, chunks) : 0;
 #pragma unroll 1
-        for (int chunk = part * chunks_each + threadIdx.x % kRowThreads; chunk < end; chunk += kRowThreads) {
+        for (int chunk = begin + threadIdx.x % kRowThreads; chunk < end; chunk += kRowThreads) {
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass)
                 if (pass * kAtOnce < T::kExperts || row + pass * kAtOnce < T::kExperts + tokens)
-                    copy_16(memory + (row + pass * kAtOnce) * stride + chunk * 16, from[pass] + chunk * 8);
+                    copy_16(to + pass * kAtOnce * stride + ((chunk - begin) ^ flip) * 16, from[pass] + chunk * 8);
         }
         close_copies();
-    }
+    };
+#pragma unroll
+    for (int part = 0; part < kBuffers; ++part) copy(part);
 
     const int first_chosen = rank + warp * blocks;  // the warp's, should the block choose
     const float* bias = bias_of(a, first_token + min(first_chosen, tokens - 1));
@@ -105,21 +115,23 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     const int expert = warp / NW * EM * 16, token = warp % NW * NT * 8, columns = min(NT, (tokens - token + 7) / 8);
     const unsigned char* experts_at = memory + (expert + group) * stride + quad * 16;
     const unsigned char* tokens_at = memory + (T::kExperts + token + group) * stride + quad * 16;
+    const int swapped = group % 2 * swap;
     float c[EM][NT][4] = {};
     const auto multiply = [&](int part) {
-        __syncthreads();
+        const int buffer = part % kBuffers * part_bytes, count = min(k_each, k_blocks - part * k_each);
 #pragma unroll 1
-        for (int block = part * k_each; block < min((part + 1) * k_each, k_blocks); ++block) {
+        for (int block = 0; block < count; ++block) {
+            const int at = buffer + (block ^ swapped) * kBlockBytes;
             uint4 low[EM], high[EM];
 #pragma unroll
             for (int m = 0; m < EM; ++m) {
-                low[m] = *reinterpret_cast<const uint4*>(experts_at + m * 16 * stride + block * 64);
-                high[m] = *reinterpret_cast<const uint4*>(experts_at + (m * 16 + 8) * stride + block * 64);
+                low[m] = *reinterpret_cast<const uint4*>(experts_at + m * 16 * stride + at);
+                high[m] = *reinterpret_cast<const uint4*>(experts_at + (m * 16 + 8) * stride + at);
             }
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 if (n >= columns) break;
-                const uint4 b = *reinterpret_cast<const uint4*>(tokens_at + n * 8 * stride + block * 64);
+                const uint4 b = *reinterpret_cast<const uint4*>(tokens_at + n * 8 * stride + at);
 #pragma unroll
                 for (int m = 0; m < EM; ++m) multiply_bf16(c[m][n], low[m].x, high[m].x, low[m].y, high[m].y, b.x, b.y);
 #pragma unroll
@@ -127,11 +139,17 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
             }
         }
     };
-    await_copies<4>(), multiply(0);
-    await_copies<3>(), multiply(1);
-    await_copies<2>(), multiply(2);
-    await_copies<1>(), multiply(3);
-    await_copies<0>(), multiply(4);
+    static_assert(kBuffers >= 2 && kBuffers <= kCopyGroups);
+    await_copies<kBuffers - 1>();
+    __syncthreads();
+    multiply(0);
+#pragma unroll
+    for (int part = 1; part < kCopyGroups; ++part) {
+        await_copies<kBuffers - 2>();
+        __syncthreads();  // the part is complete, and the one before has been read
+        copy(part - 1 + kBuffers);
+        multiply(part);
+    }
     __syncthreads();  // over what was staged
 
     float* folded = reinterpret_cast<float*>(memory);  // [token][expert]
@@ -184,10 +202,10 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     await_cluster();
 }
 
-template <int EM, int EW, int NT, int NW, int kHidden>
+template <int EM, int EW, int NT, int NW, int kBuffers, int kHidden>
 int run(const Gate& all, void* stream) {
-    using T = Tile<EM, EW, NT, NW>;
-    const auto kernel = route<EM, EW, NT, NW, kHidden>;
+    using T = Tile<EM, EW, NT, NW, kBuffers>;
+    const auto kernel = route<EM, EW, NT, NW, kBuffers, kHidden>;
     const int64_t shared = T::shared(all.a.hidden / all.blocks);
     const int64_t most_rows = CEDAR_COUNTER_BYTES / int64_t(sizeof(unsigned)) / all.blocks * T::kTokens;  // for which there are counters
     cudaError_t error = cudaSuccess;
@@ -225,14 +243,15 @@ int mega_gate(const cedar_mega_gate_args& a, void* stream) {
                     cluster_of(a.hidden)};
     if (a.rows >= CEDAR_GATE_MANY && fits_many(a)) return finish("mega_gate", run_many(a, stream));
     if (a.hidden == kRelease) {
-        if (a.rows > CEDAR_GATE_LARGE) return run<3, 4, 4, 4, kRelease>(gate, stream);
-        if (a.rows > 64) return run<3, 2, 4, 2, kRelease>(gate, stream);
-        if (a.rows > 32) return run<1, 2, 8, 1, kRelease>(gate, stream);
-        if (a.rows > 16) return run<1, 2, 4, 1, kRelease>(gate, stream);
-        return a.rows > 8 ? run<1, 2, 2, 1, kRelease>(gate, stream) : run<1, 2, 1, 1, kRelease>(gate, stream);
+        if (a.rows > CEDAR_GATE_LARGE) return run<2, 6, 11, 2, 4, kRelease>(gate, stream);
+        if (a.rows > 64) return run<3, 2, 2, 4, kCopyGroups, kRelease>(gate, stream);
+        if (a.rows > 32) return run<1, 2, 2, 4, kCopyGroups, kRelease>(gate, stream);
+        if (a.rows > 16) return run<1, 2, 1, 4, kCopyGroups, kRelease>(gate, stream);
+        return a.rows > 8 ? run<1, 2, 1, 2, kCopyGroups, kRelease>(gate, stream) : run<1, 2, 1, 1, kCopyGroups, kRelease>(gate, stream);
     }
-    if (a.rows <= 8 && Tile<1, 2, 1, 1>::shared(a.hidden / gate.blocks) <= kMostShared) return run<1, 2, 1, 1, 0>(gate, stream);
-    if (a.rows > 8 && Tile<1, 2, 8, 1>::shared(a.hidden / gate.blocks) <= kMostShared) return run<1, 2, 8, 1, 0>(gate, stream);
+    const int64_t length = a.hidden / gate.blocks;
+    if (a.rows <= 8 && Tile<1, 2, 1, 1, kCopyGroups>::shared(length) <= kMostShared) return run<1, 2, 1, 1, kCopyGroups, 0>(gate, stream);
+    if (a.rows > 8 && Tile<1, 2, 2, 4, 4>::shared(length) <= kMostShared) return run<1, 2, 2, 4, 4, 0>(gate, stream);
     return fail(CEDAR_UNSUPPORTED, "mega_gate: hidden %lld on a GPU", (long long)a.hidden);
 }
 
