@@ -52,7 +52,9 @@ void multiply(int columns, const std::array<float*, N>& c, uint64_t a, uint64_t 
         multiply(columns, c, a, b, bool(adds), transposed...);                                                        \
     }
 EMULATED_WGMMA(32)
+EMULATED_WGMMA(56)
 EMULATED_WGMMA(64)
+EMULATED_WGMMA(72)
 EMULATED_WGMMA(80)
 EMULATED_WGMMA(96)
 EMULATED_WGMMA(128)

@@ -100,6 +100,15 @@ class TestDetails:
         ids[:, 0], ids[:, 1] = 7, 0
         assert_close(run_native(moe_fp4, x, ids, weights, matrices), moe_fp4(x, ids, weights, matrices), 8e-3)
 
+    def test_experts_with_other_numbers_of_rows_differ(self) -> None:
+        """Each width of the matrix instruction for many rows, and a row more."""
+        counts = torch.tensor([1, 32, 33, 56, 57, 64, 65, 72, 73, 80, 81, 96, 97])
+        rows, experts = int(counts.sum()), len(counts) + 1
+        matrices = layer(experts, 256, 128, act_quant=False, fp8_shared=True)
+        x, ids, weights = routed(rows, experts, 2, 256)
+        ids[:, 0], ids[:, 1] = torch.arange(experts - 1).repeat_interleave(counts), experts - 1
+        assert_close(run_native(moe_fp4, x, ids, weights, matrices), moe_fp4(x, ids, weights, matrices), 8e-3)
+
     @pytest.mark.parametrize("rows", [9, 900])
     def test_a_nan_spreads_to_other_rows(self, rows: int) -> None:
         matrices = layer(8, 256, 128, act_quant=False, fp8_shared=False)

@@ -42,6 +42,20 @@ __device__ int sum_to_here(int value, int* totals) {
     return result;
 }
 
+// body(pair, expert) for the pairs of the block's threads whose expert exists; several ids are on their way together.
+template <class Body>
+__device__ void for_pairs(const int64_t* ids, int pairs, int experts, const Body& body) {
+    constexpr int kTogether = 8;
+    for (int first = threadIdx.x; first < pairs; first += kTogether * kPlanThreads) {
+        int64_t id[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) id[i] = first + i * kPlanThreads < pairs ? __ldg(ids + first + i * kPlanThreads) : -1;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+            if (id[i] >= 0 && id[i] < experts) body(first + i * kPlanThreads, int(id[i]));
+    }
+}
+
 // One block. Pairs whose expert does not exist belong to no group.
 __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, int pairs, int experts, int most_tokens, const Groups groups) {
     __shared__ int counts[kPlanThreads], totals[kWarp];
@@ -49,8 +63,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, 
     const int e = threadIdx.x;
     counts[e] = 0;
     __syncthreads();
-    for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads)
-        if (ids[pair] >= 0 && ids[pair] < experts) atomicAdd(&counts[ids[pair]], 1);
+    for_pairs(ids, pairs, experts, [&](int, int expert) { atomicAdd(&counts[expert], 1); });
     __syncthreads();
     const int count = counts[e], blocks = (count + most_tokens - 1) / most_tokens;
     const int start = sum_to_here(count, totals) - count, last_block = sum_to_here(blocks, totals);
@@ -61,8 +74,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, 
     if (e == kPlanThreads - 1) *groups.count = last_block;
     counts[e] = start;
     __syncthreads();
-    for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads)
-        if (ids[pair] >= 0 && ids[pair] < experts) groups.pairs[atomicAdd(&counts[ids[pair]], 1)] = pair;
+    for_pairs(ids, pairs, experts, [&](int pair, int expert) { groups.pairs[atomicAdd(&counts[expert], 1)] = pair; });
 }
 
 // ---- what is left ----
@@ -190,7 +202,7 @@ cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, 
 
 template <bool kFirst>
 cudaError_t multiply(const cedar_moe_fp4_args& a, const ExpertProduct& p, const Workspace& w, const Bf16* shared_x, void* stream) {
-    if (is_wide(a.rows)) return multiply_wide<kFirst>(p, w.groups, stream);
+    if (is_wide(a.rows)) return multiply_wide<kFirst>(p, w.groups, a.experts, stream);
     ExpertProduct q = p;
     q.x = shared_x;
     q.top_k = 0;

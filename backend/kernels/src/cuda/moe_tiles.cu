@@ -70,13 +70,15 @@ cudaError_t multiply_tiles(const ExpertProduct& p, const Groups& groups, int64_t
 }
 
 template <bool kFirst>
-cudaError_t multiply_wide(const ExpertProduct& p, const Groups& groups, void* stream) {
+cudaError_t multiply_wide(const ExpertProduct& p, const Groups& groups, int64_t experts, void* stream) {
     if constexpr (kWideBuilt) {
         int count = 0;
         const cudaError_t error = multiprocessors(&count);
         if (error != cudaSuccess) return error;
+        WideMaps maps;
+        if (!describe_wide(maps, p, experts)) return cudaErrorNotSupported;
         return launch(wide_experts<kFirst>, dim3(unsigned(count)), kWideBlockThreads, size_t(kWideStages) * kWideStageBytes + 1024, 1, stream, p,
-                      groups);
+                      groups, maps);
     }
     return cudaErrorNotSupported;
 }
@@ -87,7 +89,7 @@ cudaError_t group_for_wide(const Bf16* x, Bf16* out, const Groups& groups, int64
 
 template cudaError_t multiply_tiles<true>(const ExpertProduct&, const Groups&, int64_t, const ExpertProduct&, const SharedExpert&, void*);
 template cudaError_t multiply_tiles<false>(const ExpertProduct&, const Groups&, int64_t, const ExpertProduct&, const SharedExpert&, void*);
-template cudaError_t multiply_wide<true>(const ExpertProduct&, const Groups&, void*);
-template cudaError_t multiply_wide<false>(const ExpertProduct&, const Groups&, void*);
+template cudaError_t multiply_wide<true>(const ExpertProduct&, const Groups&, int64_t, void*);
+template cudaError_t multiply_wide<false>(const ExpertProduct&, const Groups&, int64_t, void*);
 
 }  // namespace cedar::cuda
