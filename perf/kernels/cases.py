@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from perf.kernels.case import OURS, Case, rotate, sets_for, token_counts
+from perf.kernels.case import OURS, Case, Unavailable, rotate, sets_for, token_counts
 from torch import Tensor
 
 from cedar.cache.formats import e8m0_decode
@@ -17,7 +20,7 @@ from cedar.cache.records import RecordPool
 from cedar.cache.rows import WindowPlan, WritePlan
 from cedar.ops.abi import OPERATIONS
 from cedar.ops.compress import CompressorWeights, compress_store
-from cedar.ops.engram import STAGED_TOKENS, engram_gate, engram_gather
+from cedar.ops.engram import STAGED_TOKENS, engram_gate, engram_gather, staging
 from cedar.ops.mhc import Mixing, Written, mega_mhc
 from cedar.ops.moe import Experts, mega_gate, moe_fp4
 from cedar.ops.norm import Norm
@@ -33,6 +36,11 @@ LINEARS = {"wq_a+wkv": (1792, 5120), "wq_b": (32768, 1280), "wo_b": (5120, 8192)
 EXPERT_BYTES = 3 * HIDDEN * INNER * 17 / 32
 SHARED_BYTES = 3 * HIDDEN * INNER * 1025 / 1024
 COMPILED = "torch.compile of the reference"
+PINNED, HUGE = "pinned host memory", "registered huge pages"
+HUGE_PAGE = 2 << 20
+FEWEST_STAGED = 48
+HOST_SETS = 48
+"""Lists of rows that the CPU gathers in turn, so that its caches do not hold them."""
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -277,35 +285,76 @@ def experts(rows: int) -> Iterator[Case]:
 @functools.cache
 def engram_table(place: str, gib: int) -> tuple[Tensor, Tensor]:
     count = (gib << 30) // 264
-    host = {"pin_memory": True} if place == "pinned host memory" else {"device": "cuda"}
-    table, scales = (torch.empty(count, width, dtype=torch.uint8, **host) for width in (COLUMN, COLUMN // 32))
+    table, scales = (_bytes(place, count, width) for width in (COLUMN, COLUMN // 32))
     table.fill_(0x34), scales.fill_(120)
     table[::7].fill_(0x41)
     return table, scales
 
 
-def engram(rows: int, compiled: bool, host_gib: int) -> Iterator[Case]:
-    for place, gib in (("GPU memory", 16), ("pinned host memory", host_gib)):
-        if gib == 0:
-            continue
+def _bytes(place: str, *shape: int) -> Tensor:
+    if place == HUGE:
+        return huge_pages(math.prod(shape)).view(shape)
+    host: dict[str, Any] = {"pin_memory": True} if place == PINNED else {"device": "cuda"}
+    return torch.empty(shape, dtype=torch.uint8, **host)
 
-        def make(seed: int, place: str = place, gib: int = gib) -> tuple[Any, ...]:
+
+def huge_pages(count: int) -> Tensor:
+    """Bytes of the host in transparent huge pages, which the GPU can read."""
+    allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not allowed.exists() or "[never]" in allowed.read_text():
+        raise Unavailable("transparent huge pages")
+    size = -(-count // HUGE_PAGE) * HUGE_PAGE
+    memory = mmap.mmap(-1, size + HUGE_PAGE)  # kept by the tensors
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    everything = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -everything.data_ptr() % HUGE_PAGE
+    found = everything[start : start + size].zero_()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+    return found[:count]
+
+
+def read_by_gpu(inputs: tuple[Any, ...]) -> Tensor:
+    ids, table, scales, dtype, device = inputs
+    out = torch.empty(*ids.shape, COLUMN, dtype=dtype, device=device)
+    torch.ops.cedar.engram_gather.default(ids, table, scales, out)
+    return out.flatten(1)
+
+
+def staged(inputs: tuple[Any, ...]) -> Tensor:
+    ids, table, scales, dtype, device = inputs
+    return staging(device).gather(ids, table, scales, dtype)
+
+
+def lookups(rows: int, host_gib: int) -> Iterator[tuple[str, str, int, Callable[[tuple[Any, ...]], Tensor], bool]]:
+    """Name, the table's place and GiB, what to run, and whether the CPU gathers: the library's choice, and each way by itself."""
+    choice = lambda inputs: native(engram_gather)(*inputs)  # noqa: E731
+    yield "GPU memory", "GPU memory", 16, choice, False
+    if host_gib == 0:
+        return
+    yield PINNED, PINNED, host_gib, choice, rows >= STAGED_TOKENS
+    for place in (PINNED, HUGE):
+        yield f"{place}, read by the GPU", place, host_gib, read_by_gpu, False
+        if rows >= FEWEST_STAGED:
+            yield f"{place}, staged", place, host_gib, staged, True
+
+
+def engram(rows: int, compiled: bool, host_gib: int) -> Iterator[Case]:
+    for name, place, gib, run, on_cpu in lookups(rows, host_gib):
+
+        def make(seed: int, place: str = place, gib: int = gib, on_cpu: bool = on_cpu) -> tuple[Any, ...]:
+            load()
             table, scales = engram_table(place, gib)
             ids = torch.randint(-1, table.shape[0], (rows, COLUMNS), generator=seeded(seed), device="cuda")
-            if not table.is_cuda and rows >= STAGED_TOKENS:
-                ids = ids.cpu()  # where they are computed
-            return ids, table, scales, BF16, torch.device("cuda")
+            return ids.cpu() if on_cpu else ids, table, scales, BF16, torch.device("cuda", torch.cuda.current_device())
 
-        def check(make: Any = make) -> float:
+        def check(make: Any = make, run: Any = run) -> float:
             inputs = make(99)
-            return difference(native(engram_gather)(*inputs), engram_gather.reference(*inputs))
+            return difference(run(inputs), engram_gather.reference(*inputs))
 
+        sets = HOST_SETS if on_cpu else 8
         size = rows * COLUMNS * (264 + 512 + 8)
-        run = lambda inputs: native(engram_gather)(*inputs)  # noqa: E731
-        build = lambda make=make, run=run: rotate(make, 8, run)  # noqa: E731
-        staged = place == "pinned host memory" and rows >= STAGED_TOKENS
-        facts: dict[str, int | str] = {"T": rows, "table": place}
-        yield Case("engram_gather", OURS, facts, build, size, sets=8, check=check, host_timed=staged)
+        build = lambda make=make, run=run, sets=sets: rotate(make, sets, run)  # noqa: E731
+        yield Case("engram_gather", OURS, {"T": rows, "table": name}, build, size, sets=sets, check=check, host_timed=on_cpu)
 
     def gate(seed: int) -> tuple[Any, ...]:
         g = seeded(seed)

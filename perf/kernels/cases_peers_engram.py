@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from perf.kernels.case import Case, Unavailable
-from perf.kernels.cases import COLUMNS, seeded
+from perf.kernels.cases import COLUMNS, HOST_SETS, seeded
 from perf.kernels.peers_data import Chain, Inputs, peer
 from torch import Tensor
 
@@ -19,8 +19,6 @@ WORDS = 33
 """Of 8 bytes in a row: 256 codes and 8 scales."""
 GPU_GIB = 16
 SETS = 8
-HOST_SETS = 48
-"""Lists of rows that the CPU gathers in turn, so that its caches do not hold them."""
 
 
 @functools.cache

@@ -32,8 +32,8 @@ SMALL = [
         id="mega_mhc",
     ),
     pytest.param("", "choice_differs and not 5120 and not 2053 or choice_differs and 17-5120 or equal_scores", id="mega_gate"),
-    pytest.param("", "window_records or entries or not_finite", id="stores"),
-    pytest.param("_engram", "other_rows and not staged or gate_differs", id="engram"),
+    pytest.param("", "window_records or entries or entry_depends or not_finite", id="stores"),
+    pytest.param("_engram", "other_rows and not staged or gate_differs and not 1100 or gate_depends", id="engram"),
     pytest.param(
         "_linear",
         "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends",

@@ -229,6 +229,38 @@ def test_entries_differ_from_the_reference(dim: int, index_dim: int, ratio: int,
         assert torch.equal(results[0][1].cpu(), results[1][1])
 
 
+@pytest.mark.parametrize(("dim", "index_dim"), [(64, 64), (512, 128)])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_an_entry_depends_on_its_batch(dim: int, index_dim: int, ratio: int) -> None:
+    """Batches of one group to a cluster, of two, of a few to a block, and of so many that a block takes several turns."""
+    g = seeded(dim)
+    count = 1100
+    projected = torch.randn(count * ratio, ratio * dim, generator=g).to(BF16 if ratio == 1 else torch.float32).cuda()
+    wk = (torch.randn(index_dim, dim, generator=g) * dim**-0.5).to(BF16).cuda()
+    weights = CompressorWeights(torch.rand(dim, generator=g).cuda(), wk, torch.rand(index_dim, generator=g).cuda(), 1e-20)
+    angle = torch.randn(count, 16, generator=g).cuda()
+    records = (GlobalRecords(dim), IndexKeyRecords(index_dim))
+    nothing = torch.zeros(0, dtype=torch.int64).cuda()
+
+    def run(part: slice) -> list[Tensor]:
+        pools = [RecordPool.allocate(record, 1112, torch.device("cuda")) for record in records]
+        some = projected[part.start * ratio : part.stop * ratio].contiguous()
+        number = torch.arange(part.stop - part.start).cuda()
+        slots = 1 + number + part.start
+        plan = WritePlan(None, slots, number)
+        if ratio == 2:
+            plan = WritePlan(2 * number + 1, slots, number * 2, 2 * number, nothing, nothing, nothing, False)
+        opened = torch.ones(4, 2 * dim).cuda() if ratio == 2 else None
+        turned = angle[part].cos().contiguous(), angle[part].sin().contiguous()
+        on_gpu(compress_store, some, opened, plan, weights, *turned, *pools)
+        return [pool.load(slots).cpu() for pool in pools]
+
+    together = run(slice(0, count))
+    for part in (slice(0, 1), slice(1, 8), slice(8, 71), slice(71, 171), slice(171, count)):
+        for some, every in zip(run(part), together, strict=True):
+            assert torch.equal(some, every[part])
+
+
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dim", [64, 128, 512])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -28,6 +28,7 @@ def test_the_packed_way_gives_other_rows(dtype: torch.dtype) -> None:
     table, scale = (torch.randint(0, 254, (900, width), generator=g, dtype=torch.uint8) for width in (64, 2))
     for tokens in (3, 2100, 7):
         ids = torch.randint(-2, 900, (tokens, 5), generator=g)
+        ids[0, 0] = -(1 << 40)
         actual, expected = staging.gather(ids, table, scale, dtype), engram_gather(ids, table, scale, dtype)
         assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -100,7 +101,7 @@ def test_a_captured_lookup_stages_what_a_replay_cannot(pinned: bool) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 5120), (50, 5120), (7, 64)])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 5120), (50, 5120), (7, 64), (230, 1032), (1100, 5120)])
 def test_a_gate_differs_from_the_reference(rows: int, hidden: int, dtype: torch.dtype) -> None:
     g = seeded(rows)
     streams, keys = torch.randn(rows, 4, hidden, generator=g).to(dtype), torch.randn(rows, 5 * hidden, generator=g).to(dtype)
@@ -108,3 +109,20 @@ def test_a_gate_differs_from_the_reference(rows: int, hidden: int, dtype: torch.
     streams[0, 0] = 0  # no dot product at all
     actual = run_native(engram_gate, streams.cuda(), keys.cuda(), weight.cuda(), 1e-20)
     assert_close(actual.cpu(), engram_gate(streams, keys, weight, 1e-20), 2e-6 if dtype is torch.float32 else 4e-3)
+
+
+@on_gpu
+def test_a_gate_depends_on_its_batch() -> None:
+    g = seeded(9)
+    rows = 300
+    streams, keys = (torch.randn(rows, n * 1024, generator=g).to(torch.bfloat16).cuda() for n in (4, 5))
+    weight = torch.rand(4, 1024, generator=g).cuda()
+
+    def run(part: slice) -> torch.Tensor:
+        some = streams[part].view(-1, 4, 1024).contiguous()
+        out: torch.Tensor = run_native(engram_gate, some, keys[part].contiguous(), weight, 1e-20)
+        return out.cpu()
+
+    together = run(slice(0, rows))
+    for part in (slice(0, 1), slice(1, 9), slice(9, rows)):
+        assert torch.equal(run(part), together[part])

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ STAGED_TOKENS = 256
 """From how many tokens on the CPU gathers from pinned host memory: a GPU reads it row by row, a copy at the link's full speed."""
 _CHUNK_TOKENS = 1024
 """Of one copy; the CPU gathers the next ones meanwhile."""
+_TASK_TOKENS = 64
+"""Of a thread's task at least: what it gathers then takes many times as long as to hand it over."""
 
 
 @FusedOp
@@ -29,9 +33,9 @@ def engram_gather(
     Or the result on a GPU and the table in host memory. Then the library does what is fastest:
 
     * a pinned table and few tokens, or a call that a graph captures: the GPU reads the rows over the link;
-    * from `STAGED_TOKENS` on, or a table that is not pinned (a mapped file): the CPU, with torch's threads, gathers the packed
-      rows, half the bytes of bfloat16, into pinned memory; they are copied without blocking, and the GPU dequantises them. Rows
-      that are on the GPU are waited for: give them on the CPU, where they are computed.
+    * from `STAGED_TOKENS` on, or a table that is not pinned (a mapped file): the CPU, by as many threads as torch has, gathers
+      the packed rows, half the bytes of bfloat16, into pinned memory; they are copied without blocking, and the GPU dequantises
+      them. Rows that are on the GPU are waited for: give them on the CPU, where they are computed.
     """
     flat = rows.flatten().to(table.device)
     safe = flat.clamp_min(0)
@@ -74,15 +78,17 @@ class Staging:
         width = columns * (dim + table_scale.shape[1])
         with self._lock:
             self._grow(tokens * width, min(tokens, _CHUNK_TOKENS) * columns)
-            for start in range(0, tokens, _CHUNK_TOKENS):
-                some = rows[start : start + _CHUNK_TOKENS]
-                packed = self._memory[start * width : (start + len(some)) * width]
-                pack_rows(some.flatten(), table, table_scale, packed)
-                moved = packed.to(self._device, non_blocking=True)
-                count = some.numel()
-                codes, scales = moved[: count * dim].view(count, dim), moved[count * dim :].view(count, table_scale.shape[1])
-                numbers = self._numbers[:count].view(some.shape)
-                torch.ops.cedar.engram_gather.default(numbers, codes, scales, out[start : start + len(some)])
+            chunks = range(0, tokens, _CHUNK_TOKENS)
+            parts = [rows[start : start + _CHUNK_TOKENS] for start in chunks]
+            packed = [self._memory[start * width :][: part.shape[0] * width] for start, part in zip(chunks, parts, strict=True)]
+            size = max(_TASK_TOKENS, -(-tokens // (2 * torch.get_num_threads())))
+            tasks = [_start(part, table, table_scale, run, size) for part, run in zip(parts, packed, strict=True)]
+            for start, part, run, waiting in zip(chunks, parts, packed, tasks, strict=True):
+                for task in waiting:
+                    task.result()
+                codes, scales = _split(run.to(self._device, non_blocking=True), part.numel())
+                numbers = self._numbers[: part.numel()].view(part.shape)
+                torch.ops.cedar.engram_gather.default(numbers, codes, scales, out[start : start + _CHUNK_TOKENS])
             if self._copied is not None:
                 self._copied.record(torch.cuda.current_stream(self._device))
         return out.flatten(1)
@@ -103,16 +109,35 @@ def staging(device: torch.device) -> Staging:
     return Staging(device)
 
 
-def pack_rows(rows: Tensor, table: Tensor, table_scale: Tensor, packed: Tensor) -> None:
-    """Rows as stored: all codes, then all scales. rows: int64 [n], dead ones below 0. packed: uint8 [n (d + d/32)], written."""
-    count, dim = len(rows), table.shape[1]
-    codes, scales = packed[: count * dim].view(count, dim), packed[count * dim :].view(count, table_scale.shape[1])
-    dead = rows < 0
-    safe = rows.clamp_min(0)
-    torch.index_select(table, 0, safe, out=codes)
-    torch.index_select(table_scale, 0, safe, out=scales)
-    if bool(dead.any()):
-        codes[dead], scales[dead] = 0, 127
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "engram")
+
+
+def _start(rows: Tensor, table: Tensor, table_scale: Tensor, packed: Tensor, tokens: int) -> list[Future[None]]:
+    """`pack_rows` of all rows [T, columns], of so many tokens to a task."""
+    codes, scales = _split(packed, rows.numel())
+    size = tokens * rows.shape[1]
+    pieces = zip(*(x.split(size) for x in (rows.flatten(), codes, scales)), strict=True)  # type: ignore[no-untyped-call]
+    return [_threads().submit(pack_rows, some, table, table_scale, *targets) for some, *targets in pieces]
+
+
+def _split(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """All codes [count, d], then all scales [count, d/32]."""
+    end = len(packed) // 33 * 32
+    return packed[:end].view(count, -1), packed[end:].view(count, -1)
+
+
+def pack_rows(rows: Tensor, table: Tensor, table_scale: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Rows as stored, by this thread, which does not hold the interpreter meanwhile. rows: int64 [n], dead ones outside of the
+    table. codes: uint8 [n, d], scales: uint8 [n, d/32], both written.
+    """
+    numbers = rows.numpy()
+    for source, target in ((table, codes), (table_scale, scales)):
+        np.take(source.numpy(), numbers, axis=0, out=target.numpy(), mode="clip")  # the one mode that writes to ``out`` directly
+    dead = numbers.view(np.uint64) >= len(table)
+    if dead.any():
+        codes.numpy()[dead], scales.numpy()[dead] = 0, 127
 
 
 @FusedOp

@@ -1,19 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// compress_store: latency-bound at decode, one launch. A cluster of four blocks makes a group's latent in every warp, each block
-// multiplies it with a quarter of wk, which its warps keep in registers for the next group, and block 0 stores what comes of it.
+// compress_store, in one launch. wk is on its way from the first instruction on, to the warps that multiply by it. Of few groups, a
+// cluster of four blocks has one or two: each block makes their latents and multiplies them by a quarter of wk's rows, block 0 stores
+// the index keys, block 3 the KV entries. Of many, one block has all of wk and takes up to eight at a time.
 #include <algorithm>
 
 #include "bodies.h"
+#include "mhc_cluster.cuh"
 #include "records.cuh"
+
+#ifndef CEDAR_COMPRESS_CLUSTERS
+#define CEDAR_COMPRESS_CLUSTERS 32
+#endif
+#ifndef CEDAR_COMPRESS_CLUSTERED
+#define CEDAR_COMPRESS_CLUSTERED 64
+#endif
+#ifndef CEDAR_COMPRESS_BLOCKS
+#define CEDAR_COMPRESS_BLOCKS 64
+#endif
 
 namespace cedar::cuda {
 namespace {
 
-constexpr int kQuarters = 4, kWarps = 8, kThreads = kWarps * kWarp, kMostClusters = 33 * 6;
-
-__device__ inline void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+constexpr int kMostTokens = 8;                                              // columns of one multiplication
+constexpr int kMostClustered = CEDAR_COMPRESS_CLUSTERED, kMostBlocks = 132;  // groups with clusters; blocks without
 
 __device__ inline int cluster_rank() {
     uint32_t rank;
@@ -21,41 +30,105 @@ __device__ inline int cluster_rank() {
     return int(rank);
 }
 
-// *p of the cluster's block 0 = value, p in this block's own shared memory.
-__device__ inline void store_to_first(float* p, float value) {
-    uint32_t address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(address) : "r"(uint32_t(__cvta_generic_to_shared(p))));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
+// A group's vector of kDim elements is kTokenWarps warps', E a lane; kLanes lanes. The product with wk [kIndexDim, kDim] is made of
+// kTiles 16 rows times kParts parts of kDim, one a warp of the kBlocks blocks.
+template <class Type, int Each, int TokenWarps, int IndexEach, int Blocks>
+struct Shape {
+    using T = Type;
+    static constexpr int E = Each, I = IndexEach, kTokenWarps = TokenWarps, kBlocks = Blocks;
+    static constexpr int kLanes = kWarp * kTokenWarps, kDim = kLanes * E, kIndexDim = kWarp * I, kTiles = kIndexDim / 16;
+    static constexpr int kParts = kDim / 32 < 4 ? kDim / 32 : 4, kPart = kDim / kParts, kWarps = kTiles * kParts / kBlocks;
+    static constexpr int kMost = sizeof(T) == 4 ? kMostTokens / 2 : kMostTokens;  // what shared memory holds
+    static constexpr int kTokens = kWarps / kTokenWarps < kMost ? kWarps / kTokenWarps : kMost;
+    static constexpr int kFragments = kWarp * 4 + 4;          // a tile of products, a lane's four together
+    static constexpr int kRow = kDim + 16 / int(sizeof(T));  // a latent in shared memory
+    // Where a warp's registers do not hold its tile of wk, each lane keeps in shared memory what it will itself multiply by.
+    static constexpr bool kShared = sizeof(T) == 2 && kBlocks == 1 && kPart > 32;
+    static constexpr int kTileBytes = 16 * kPart * int(sizeof(T)), kSharedBytes = kShared ? kWarps * kTileBytes : 0;
+};
 
-// Group g's pooled values of dimension 32 E as a warp's lanes, before the norm.
-template <class T, int E>
-__device__ void pool_lanes(const cedar_compress_store_args& a, int64_t group, int lane, float (&x)[E]) {
-    constexpr int kDim = kWarp * E;
+// A warp's tile of wk, times latents: of rows lane / 4 and 8 below it, in this order, the products with tokens lane % 4 * 2 and the next
+// one. The order of a sum depends on nothing but the dimensions.
+template <class S, class T>
+struct Tile;
+
+template <class S>
+struct Tile<S, Bf16> {
+    static constexpr int kSteps = S::kPart / 32, kKept = S::kShared ? 1 : 2 * kSteps;
+    uint4 kept[kKept];  // of 32 elements' step s 8 of row lane / 4 as 2 s, 8 of the row 8 below it as 2 s + 1
+    uint4* own;
+
+    __device__ void load(const void* wk, int tile, int part, int lane, unsigned char* shared) {
+        const Bf16* from = static_cast<const Bf16*>(wk) + int64_t(tile * 16 + lane / 4) * S::kDim + part * S::kPart + lane % 4 * 8;
+        own = reinterpret_cast<uint4*>(shared) + lane;
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) {
+            const Bf16* piece = from + i % 2 * 8 * S::kDim + i / 2 * 32;
+            if constexpr (S::kShared) copy_16(own + i * kWarp, piece);
+            else kept[i] = load_cached(piece);
+        }
+    }
+
+    __device__ uint4 get(int i) const {
+        if constexpr (S::kShared) return own[i * kWarp];
+        else return kept[i];
+    }
+
+    __device__ void multiply(const Bf16* latents, int tokens, int part, int lane, float (&c)[4]) const {
+        const Bf16* from = latents + lane / 4 * S::kRow + part * S::kPart + lane % 4 * 8;
+        for (float& x : c) x = 0.0f;
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            const uint4 b = lane / 4 < tokens ? *reinterpret_cast<const uint4*>(from + 32 * s) : make_uint4(0, 0, 0, 0);
+            const uint4 low = get(2 * s), high = get(2 * s + 1);
+            multiply_bf16(c, low.x, high.x, low.y, high.y, b.x, b.y);
+            multiply_bf16(c, low.z, high.z, low.w, high.w, b.z, b.w);
+        }
+    }
+};
+
+template <class S>
+struct Tile<S, float> {
+    const float* row;
+
+    __device__ void load(const void* wk, int tile, int part, int lane, unsigned char*) {
+        row = static_cast<const float*>(wk) + int64_t(tile * 16 + lane / 4) * S::kDim + part * S::kPart;
+    }
+
+    __device__ void multiply(const float* latents, int tokens, int part, int lane, float (&c)[4]) const {
+        for (int i = 0; i < 4; ++i) {
+            const int token = lane % 4 * 2 + i % 2;
+            const float *x = latents + token * S::kRow + part * S::kPart, *w = row + i / 2 * 8 * S::kDim;
+            c[i] = 0.0f;
+            for (int k = 0; k < S::kPart && token < tokens; ++k) c[i] = fmaf(w[k], x[k], c[i]);
+        }
+    }
+};
+
+// Group g's pooled values, this lane's E of S::kDim, before the norm.
+template <class S>
+__device__ void pool(const cedar_compress_store_args& a, int64_t group, int lane, float (&x)[S::E]) {
+    constexpr int kDim = S::kDim, E = S::E;
     const int64_t row = a.group_rows == nullptr ? group : a.group_rows[group];
-    if (a.ratio == 1) return load_pack(static_cast<const T*>(a.projected) + row * kDim + lane * E, x);
+    if (a.ratio == 1) return load_pack(static_cast<const typename S::T*>(a.projected) + row * kDim + lane * E, x);
     const float* rows = static_cast<const float*>(a.projected);
     const int64_t other = a.first[group];
     const float* first = (other < a.opens ? a.open + a.open_from[other] * 2 * kDim : rows + (other - a.opens) * 2 * kDim) + lane * E;
     const float* second = rows + row * 2 * kDim + lane * E;
-    constexpr int kEach = E < 4 ? E : 4;  // 16 bytes at a time
+    float value[2][E], gate[2][E];
+    load_pack(first, value[0]);
+    load_pack(second, value[1]);
+    load_pack(first + kDim, gate[0]);
+    load_pack(second + kDim, gate[1]);
 #pragma unroll
-    for (int part = 0; part < E; part += kEach) {
-        float value[2][kEach], gate[2][kEach];
-        load_pack(first + part, value[0]);
-        load_pack(second + part, value[1]);
-        load_pack(first + kDim + part, gate[0]);
-        load_pack(second + kDim + part, gate[1]);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            x[part + i] = rounded<T>(fmaf(sigmoid(gate[1][i] - gate[0][i]), value[1][i] - value[0][i], value[0][i]));
-    }
+    for (int i = 0; i < E; ++i)
+        x[i] = rounded<typename S::T>(fmaf(sigmoid(gate[1][i] - gate[0][i]), value[1][i] - value[0][i], value[0][i]));
 }
 
-__device__ void keep_open(const cedar_compress_store_args& a, int64_t entry) {
+__device__ void keep_open(const cedar_compress_store_args& a, int64_t entry, int thread, int threads) {
     const float* from = static_cast<const float*>(a.projected) + a.open_rows[entry] * 2 * a.dim;
     float* to = a.open + a.open_to[entry] * 2 * a.dim;
-    for (int64_t i = threadIdx.x; i < 2 * a.dim; i += blockDim.x) to[i] = from[i];
+    for (int64_t i = thread; i < 2 * a.dim; i += threads) to[i] = from[i];
 }
 
 // Does a group that is stored in this step read the open row of this slot?
@@ -66,80 +139,136 @@ __device__ bool is_read(const cedar_compress_store_args& a, int64_t slot) {
     return __syncthreads_or(found) != 0;
 }
 
-// Clusters [0, `clusters`) take turns at the groups. The blocks of the clusters behind them keep open rows. A row that a group reads
-// first and another token of its sequence then replaces is replaced by the group's cluster.
-template <class T, int E, int I>
-__global__ void __launch_bounds__(kThreads) compress(const cedar_compress_store_args a, int clusters) {
-    constexpr int kDim = kWarp * E, kIndexDim = kWarp * I, kRows = kIndexDim / (kQuarters * kWarps);
-    __shared__ float keys[2][kIndexDim];
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, rank = cluster_rank();
-    const int cluster = int(blockIdx.x) / kQuarters;
-    if (cluster >= clusters) {
-        const int64_t entry = int64_t(blockIdx.x) - int64_t(clusters) * kQuarters;
-        if (entry < a.leaves_open && a.open_to[entry] >= 0 && !is_read(a, a.open_to[entry])) keep_open(a, entry);
-        return;
+// Keeps what replaces the open row of this slot, by `threads` threads in whole warps.
+__device__ void replace_open(const cedar_compress_store_args& a, int64_t slot, int thread, int threads) {
+    const int lane = thread % kWarp;
+    for (int64_t base = 0; base < a.leaves_open; base += kWarp) {
+        const bool here = base + lane < a.leaves_open && a.open_to[base + lane] == slot;
+        for (unsigned found = __ballot_sync(kAllLanes, here); found != 0; found &= found - 1)
+            keep_open(a, base + __ffs(int(found)) - 1, thread, threads);
     }
-    const int first_row = (rank * kWarps + warp) * kRows;
-    Pack<T, E> wk[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) wk[r] = *reinterpret_cast<const Pack<T, E>*>(static_cast<const T*>(a.wk) + int64_t(first_row + r) * kDim + lane * E);
-    float norm[E], index_norm[I];
-    load_pack(a.norm_weight + lane * E, norm);
-    load_pack(a.index_norm_weight + lane * I, index_norm);
-    cluster_barrier();  // block 0 is there before anybody writes to it
-    int turn = 0;
-    for (int64_t group = cluster; group < a.groups; group += clusters) {  // the same for all blocks of a cluster
-        const int64_t slot = a.slots[group];
-        if (slot < 0) continue;
-        float* key = keys[turn++ % 2];  // block 0 may still read the one of the turn before
-        Rotation<E> rotation;
-        Rotation<I> index_rotation;
-        rotation.load(a.cos + group * a.pairs, a.sin + group * a.pairs, int(a.pairs), lane);
-        index_rotation.load(a.cos + group * a.pairs, a.sin + group * a.pairs, int(a.pairs), lane);
-        float x[E];
-        pool_lanes<T>(a, group, lane, x);
-        norm_lanes<T>(x, norm, float(a.norm_eps));
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            float total = 0.0f;
-#pragma unroll
-            for (int i = 0; i < E; ++i) total = fmaf(x[i], to_float(wk[r].v[i]), total);
-            total = sum_lanes(total);
-            if (lane == 0) store_to_first(key + first_row + r, rounded<T>(total));
-        }
-        if (rank == 1 && warp == 0) {
-            rotation.template apply<T>(x);
-            encode_record<T>(x, a.record, a.kv_pool, slot, lane);
-        }
-        cluster_barrier();
-        if (rank == 0 && warp == 0) {
-            float k[I];
-#pragma unroll
-            for (int i = 0; i < I; ++i) k[i] = key[lane * I + i];
-            norm_lanes<T>(k, index_norm, float(a.norm_eps));
-            index_rotation.template apply<T>(k);
-            encode_record<T>(k, a.index_record, a.index_pool, slot, lane);
-        }
-        if (rank == 2 && a.ratio == 2 && a.first[group] < a.opens)  // no block of the cluster reads the open row any more
-            for (int64_t entry = 0; entry < a.leaves_open; ++entry)
-                if (a.open_to[entry] == a.open_from[a.first[group]]) keep_open(a, entry);
-    }
-    cluster_barrier();  // block 0 is there until all have written to it
 }
 
-template <class T, int E, int I>
-cudaError_t run(const cedar_compress_store_args& a, void* stream) {
-    const int clusters = int(std::min<int64_t>(a.groups, kMostClusters));
-    const int64_t keepers = (a.leaves_open + kQuarters - 1) / kQuarters;
+// Clusters [0, `clusters`) take turns at the groups, `each` at a time. The blocks of the clusters behind them keep open rows. A row
+// that a group reads first and another token of its sequence then replaces is replaced by the group's cluster.
+template <class S>
+__global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const cedar_compress_store_args a, int clusters, int each) {
+    using T = typename S::T;
+    constexpr int E = S::E, I = S::I, kBlocks = S::kBlocks, kLast = kBlocks - 1;
+    extern __shared__ __align__(16) unsigned char tiles[];
+    __shared__ __align__(16) T latents[S::kTokens * S::kRow];
+    __shared__ __align__(16) float products[kBlocks == 1 ? 2 : 1][S::kParts][S::kTiles][S::kFragments];
+    __shared__ __align__(16) float norms[S::kDim], key_norms[S::kIndexDim];
+    __shared__ float squares[S::kTokens][S::kTokenWarps];
+    __shared__ uint64_t arrived;  // of the cluster's products, at block 0
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, rank = kBlocks == 1 ? 0 : cluster_rank();
+    const int cluster = int(blockIdx.x) / kBlocks;
+    if (cluster >= clusters) {
+        const int64_t entry = int64_t(blockIdx.x) - int64_t(clusters) * kBlocks;
+        if (entry < a.leaves_open && a.open_to[entry] >= 0 && !is_read(a, a.open_to[entry])) keep_open(a, entry, threadIdx.x, blockDim.x);
+        return;
+    }
+    const int tile = (rank * S::kWarps + warp) / S::kParts, part = warp % S::kParts;
+    const int token = warp / S::kTokenWarps, piece = threadIdx.x % S::kLanes;  // whose values this thread has, and which
+    if constexpr (kBlocks > 1) {
+        if (threadIdx.x == 0) start_barrier(&arrived), publish_barriers();
+        arrive_at_cluster();
+    }
+    if (const int i = threadIdx.x * 4; i < S::kDim) copy_16(norms + i, a.norm_weight + i);
+    if (const int i = threadIdx.x * 4; i < S::kIndexDim) copy_16(key_norms + i, a.index_norm_weight + i);
+    close_copies();
+    Tile<S, T> wk;
+    wk.load(a.wk, tile, part, lane, tiles + warp * S::kTileBytes);
+    close_copies();
+    int turn = 0;
+    for (int64_t start = int64_t(cluster) * each; start < a.groups; start += int64_t(clusters) * each, turn ^= 1) {
+        const int count = int(a.groups - start < each ? a.groups - start : each);
+        const bool has_token = token < count, has_key = rank == 0 && warp < count;
+        const int64_t group = has_token ? start + token : start, key_group = has_key ? start + warp : start;
+        const int64_t slot = a.slots[group], key_slot = a.slots[key_group];
+        Rotation<E, S::kLanes> rotation = {};
+        Rotation<I> key_rotation = {};
+        if (kBlocks > 1 && rank == kLast) rotation.load(a.cos + group * a.pairs, a.sin + group * a.pairs, int(a.pairs), piece);
+        if (kBlocks > 1 && has_key) key_rotation.load(a.cos + key_group * a.pairs, a.sin + key_group * a.pairs, int(a.pairs), lane);
+        float x[E] = {};
+        if (has_token) pool<S>(a, group, piece, x);
+        const float some = sum_squares(x);
+        if (has_token && lane == 0) squares[token][warp % S::kTokenWarps] = some;
+        await_copies<1>();
+        __syncthreads();
+        if (has_token) {
+            float total = 0.0f, norm[E];
+#pragma unroll
+            for (int w = 0; w < S::kTokenWarps; ++w) total += squares[token][w];
+            load_pack(norms + piece * E, norm);
+            norm_lanes<T, S::kLanes>(x, total, norm, float(a.norm_eps));
+            store_pack(latents + token * S::kRow + piece * E, x);
+        }
+        __syncthreads();
+        await_copies<0>();
+        float c[4];
+        wk.multiply(latents, count, part, lane, c);
+        const float4 fragment = make_float4(c[0], c[1], c[2], c[3]);
+        float* const to = &products[turn][part][tile][lane * 4];
+        if constexpr (kBlocks > 1) {
+            await_cluster();  // block 0's barrier is there
+            if (lane % 4 * 2 < count) send(address_in(shared_address(to), 0), address_in(shared_address(&arrived), 0), fragment);
+            if (rank == 0 && threadIdx.x == 0) expect_bytes(&arrived, uint32_t(S::kParts * S::kTiles * 8 * ((count + 1) / 2) * 16));
+        } else {
+            *reinterpret_cast<float4*>(to) = fragment;
+            rotation.load(a.cos + group * a.pairs, a.sin + group * a.pairs, int(a.pairs), piece);
+            if (has_key) key_rotation.load(a.cos + key_group * a.pairs, a.sin + key_group * a.pairs, int(a.pairs), lane);
+        }
+        if (rank == kLast && has_token && slot >= 0) {
+            rotation.template apply<T>(x);
+            encode_record<T, S::kLanes>(x, a.record, a.kv_pool, slot, piece);
+        }
+        if (kBlocks == 1) __syncthreads();
+        else if (rank > 0) return;
+        else await_phase(&arrived, 0);  // no block reads an open row any more
+        if (has_key && key_slot >= 0) {
+            float k[I] = {}, key_norm[I];
+            load_pack(key_norms + lane * I, key_norm);
+#pragma unroll
+            for (int i = 0; i < I; ++i) {
+                const int row = lane * I + i, at = (row % 8 * 4 + warp / 2) * 4 + row % 16 / 8 * 2 + warp % 2;
+#pragma unroll
+                for (int p = 0; p < S::kParts; ++p) k[i] += products[turn][p][row / 16][at];
+            }
+#pragma unroll
+            for (int i = 0; i < I; ++i) k[i] = rounded<T>(k[i]);
+            norm_lanes<T>(k, key_norm, float(a.norm_eps));
+            key_rotation.template apply<T>(k);
+            encode_record<T>(k, a.index_record, a.index_pool, key_slot, lane);
+        }
+        if (has_token && slot >= 0 && a.ratio == 2 && a.first[group] < a.opens)
+            replace_open(a, a.open_from[a.first[group]], piece, S::kLanes);
+        if (kBlocks > 1) return;  // every cluster has one turn
+    }
+}
+
+static_assert(CEDAR_COMPRESS_CLUSTERED >= CEDAR_COMPRESS_CLUSTERS, "");
+
+template <class S>
+cudaError_t run(const cedar_compress_store_args& a, int target, int most, void* stream) {
+    const int64_t each = std::clamp<int64_t>((a.groups + target - 1) / target, 1, S::kTokens);
+    const int clusters = int(std::min<int64_t>((a.groups + each - 1) / each, most));
+    const int64_t keepers = (a.leaves_open + S::kBlocks - 1) / S::kBlocks;
     if (clusters + keepers == 0) return cudaSuccess;
-    return launch(compress<T, E, I>, dim3(unsigned((clusters + keepers) * kQuarters)), kThreads, 0, kQuarters, stream, a, clusters);
+    return launch(compress<S>, dim3(unsigned((clusters + keepers) * S::kBlocks)), S::kWarps * kWarp, S::kSharedBytes, S::kBlocks, stream, a, clusters, int(each));
+}
+
+template <class T, int E, int kTokenWarps, int I>
+cudaError_t run(const cedar_compress_store_args& a, void* stream) {
+    if (a.groups > kMostClustered) return run<Shape<T, E, kTokenWarps, I, 1>>(a, CEDAR_COMPRESS_BLOCKS, kMostBlocks, stream);
+    return run<Shape<T, E, kTokenWarps, I, 4>>(a, CEDAR_COMPRESS_CLUSTERS, kMostClustered, stream);
 }
 
 template <class T>
 cudaError_t run_dim(const cedar_compress_store_args& a, void* stream) {
-    if (a.dim == 512) return run<T, 16, 4>(a, stream);
-    if (a.dim == 64) return run<T, 2, 2>(a, stream);
-    return a.index_dim == 128 ? run<T, 4, 4>(a, stream) : run<T, 4, 2>(a, stream);
+    if (a.dim == 512) return run<T, 4, 4, 4>(a, stream);
+    if (a.dim == 64) return run<T, 2, 1, 2>(a, stream);
+    return a.index_dim == 128 ? run<T, 4, 1, 4>(a, stream) : run<T, 4, 1, 2>(a, stream);
 }
 
 }  // namespace

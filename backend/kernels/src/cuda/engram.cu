@@ -2,13 +2,20 @@
 // engram_gather and engram_gate. The table may lie in pinned host memory: its address serves both sides.
 #include <cuda_fp8.h>
 
+#include <algorithm>
+
 #include "bodies.h"
 #include "common.cuh"
+
+#ifndef CEDAR_GATE_THREADS
+#define CEDAR_GATE_THREADS (132 * 2 * 640)
+#endif
 
 namespace cedar::cuda {
 namespace {
 
-constexpr int kGatherThreads = 256, kGateThreads = 256;
+constexpr int kGatherThreads = 256;
+constexpr int kGateThreads = 640, kMostGateThreads = 1024;  // of which two blocks, or one, are on a multiprocessor
 constexpr int64_t kManyRows = 16384;  // with fewer a warp's next row would leave another multiprocessor idle
 
 // E4M3 codes, in the low and the high byte, as floats.
@@ -52,57 +59,62 @@ __global__ void __launch_bounds__(kGatherThreads) gather(const int64_t* ids, con
     }
 }
 
-// Sums of N values over the block, the same for all threads, in an order that depends on nothing.
-template <int N>
-__device__ void sum_block(float (&values)[N], float (*totals)[N]) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) values[n] = sum_lanes(values[n]);
-    if (threadIdx.x % kWarp == 0)
-#pragma unroll
-        for (int n = 0; n < N; ++n) totals[threadIdx.x / kWarp][n] = values[n];
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        values[n] = 0.0f;
-        for (int warp = 0; warp < kGateThreads / kWarp; ++warp) values[n] += totals[warp][n];
+// What a thread sums of a row of one stream; nothing behind the row's end.
+template <class T>
+struct GateRow {
+    Pack<T, 8> stream = {}, key = {};
+
+    __device__ void load(const T* streams, const T* keys_value, int64_t row, int i, int hc, int hidden, int d) {
+        if (d >= hidden) return;
+        stream = *reinterpret_cast<const Pack<T, 8>*>(streams + (row * hc + i) * hidden + d);
+        key = *reinterpret_cast<const Pack<T, 8>*>(keys_value + (row * (hc + 1) + i) * hidden + d);
     }
+};
+
+// Sums over the block, the same for all threads, in an order that depends on the block's size alone.
+__device__ inline float4 sum_block(float4 x, float4* totals) {
+    const int lane = threadIdx.x % kWarp;
+    x = make_float4(sum_lanes(x.x), sum_lanes(x.y), sum_lanes(x.z), 0.0f);
+    if (lane == 0) totals[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    x = lane < int(blockDim.x) / kWarp ? totals[lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return make_float4(sum_lanes(x.x), sum_lanes(x.y), sum_lanes(x.z), 0.0f);
 }
 
-// Block (t, i): stream i of row t.
-template <class T>
-__global__ void __launch_bounds__(kGateThreads) gate(const T* streams, const T* keys_value, const float* weight, T* out, int hc, int hidden,
-                                                     float eps) {
-    __shared__ float totals[kGateThreads / kWarp][3];
-    const int64_t row = blockIdx.x, i = blockIdx.y;
-    const T* s = streams + (row * hc + i) * hidden;
-    const T* key = keys_value + (row * (hc + 1) + i) * hidden;
-    const T* value = keys_value + (row * (hc + 1) + hc) * hidden;
-    const float* w = weight + i * hidden;
-    float sums[3] = {};
-    for (int d = threadIdx.x * 4; d < hidden; d += kGateThreads * 4) {
-        float x[4], k[4], q[4];
-        load_pack<4>(s + d, x);
-        load_pack<4>(key + d, k);
-        load_pack<4>(w + d, q);
+// A block has a stream, whose weights stay in registers, 8 a thread, and takes every so many rows. Blocks of the streams of one row
+// are neighbours: its value comes from memory once. The next row is on its way while this one is summed.
+template <class T, int kThreads>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 * kGateThreads / kThreads : 1)
+    gate(const T* streams, const T* keys_value, const float* weight, T* out, int64_t rows, int hc, int hidden, float eps) {
+    __shared__ float4 totals[2][kWarp];
+    const int i = int(blockIdx.x) % hc, apart = int(gridDim.x) / hc, d = int(threadIdx.x) * 8;
+    int64_t row = int(blockIdx.x) / hc;
+    GateRow<T> now, next;
+    now.load(streams, keys_value, row, i, hc, hidden, d);
+    float w[8] = {};
+    if (d < hidden) load_pack(weight + i * hidden + d, w);
+    for (int turn = 0; row < rows; row += apart, turn ^= 1, now = next) {
+        Pack<T, 8> value = {};
+        if (d < hidden) value = *reinterpret_cast<const Pack<T, 8>*>(keys_value + (row * (hc + 1) + hc) * hidden + d);
+        if (row + apart < rows) next.load(streams, keys_value, row + apart, i, hc, hidden, d);
+        float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            sums[0] = fmaf(x[j], x[j], sums[0]);
-            sums[1] = fmaf(k[j], k[j], sums[1]);
-            sums[2] = fmaf(x[j] * q[j], k[j], sums[2]);
+        for (int j = 0; j < 8; ++j) {
+            const float x = to_float(now.stream.v[j]), k = to_float(now.key.v[j]);
+            sums.x = fmaf(x, x, sums.x);
+            sums.y = fmaf(k, k, sums.y);
+            sums.z = fmaf(x * w[j], k, sums.z);
         }
-    }
-    sum_block(sums, totals);
-    const float statistics = 1.0f / sqrtf((sums[0] / float(hidden) + eps) * (sums[1] / float(hidden) + eps));
-    const float dot = sums[2] * statistics / sqrtf(float(hidden));
-    const float size = fabsf(dot), kept = size < 1e-6f ? 1e-6f : size;
-    const float g = sigmoid(copysignf(sqrtf(kept), dot));
-    for (int d = threadIdx.x * 4; d < hidden; d += kGateThreads * 4) {
-        float x[4], v[4];
-        load_pack<4>(s + d, x);
-        load_pack<4>(value + d, v);
+        sums = sum_block(sums, totals[turn]);
+        const float statistics = 1.0f / sqrtf((sums.x / float(hidden) + eps) * (sums.y / float(hidden) + eps));
+        const float dot = sums.z * statistics / sqrtf(float(hidden));
+        const float size = fabsf(dot), kept = size < 1e-6f ? 1e-6f : size;
+        const float g = sigmoid(copysignf(sqrtf(kept), dot));
+        if (d >= hidden) continue;
+        float x[8];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[j] = fmaf(g, v[j], x[j]);
-        store_pack<4>(out + (row * hc + i) * hidden + d, x);
+        for (int j = 0; j < 8; ++j) x[j] = fmaf(g, to_float(value.v[j]), to_float(now.stream.v[j]));
+        store_pack(out + (row * hc + i) * hidden + d, x);
     }
 }
 
@@ -119,11 +131,18 @@ int run_gather(const cedar_engram_gather_args& a, void* stream) {
     return a.rows * a.columns < kManyRows ? run_gather<1, T>(a, stream) : run_gather<4, T>(a, stream);
 }
 
+template <class T, int kThreads>
+int run_gate(const cedar_engram_gate_args& a, int64_t threads, void* stream) {
+    const int64_t most = std::max<int64_t>(1, CEDAR_GATE_THREADS / threads / a.hc);  // rows at a time
+    return finish("engram_gate", launch(gate<T, kThreads>, dim3(unsigned(std::min(a.rows, most) * a.hc)), int(threads), 0, 1, stream,
+                                        static_cast<const T*>(a.streams), static_cast<const T*>(a.keys_value), a.qk_weight,
+                                        static_cast<T*>(a.new_streams), a.rows, int(a.hc), int(a.hidden), float(a.norm_eps)));
+}
+
 template <class T>
 int run_gate(const cedar_engram_gate_args& a, void* stream) {
-    return finish("engram_gate", launch(gate<T>, dim3(unsigned(a.rows), unsigned(a.hc)), kGateThreads, 0, 1, stream,
-                                        static_cast<const T*>(a.streams), static_cast<const T*>(a.keys_value), a.qk_weight,
-                                        static_cast<T*>(a.new_streams), int(a.hc), int(a.hidden), float(a.norm_eps)));
+    const int64_t threads = (a.hidden / 8 + kWarp - 1) / kWarp * kWarp;
+    return threads <= kGateThreads ? run_gate<T, kGateThreads>(a, threads, stream) : run_gate<T, kMostGateThreads>(a, threads, stream);
 }
 
 }  // namespace
@@ -137,7 +156,7 @@ int engram_gather(const cedar_engram_gather_args& a, void* stream) {
 int64_t engram_gate_workspace(const cedar_engram_gate_args&) { return 0; }
 
 int engram_gate(const cedar_engram_gate_args& a, void* stream) {
-    if (a.hidden % 4 != 0) return fail(CEDAR_UNSUPPORTED, "engram_gate: hidden %lld on a GPU", (long long)a.hidden);
+    if (a.hidden % 8 != 0 || a.hidden > 8 * kMostGateThreads) return fail(CEDAR_UNSUPPORTED, "engram_gate: hidden %lld on a GPU", (long long)a.hidden);
     return a.type == CEDAR_BF16 ? run_gate<Bf16>(a, stream) : run_gate<float>(a, stream);
 }
 

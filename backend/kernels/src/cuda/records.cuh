@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp that encodes one vector: lane l holds elements [l E, (l + 1) E) of it, dim = 32 E.
+// A warp that encodes one vector: lane l holds elements [l E, (l + 1) E) of it, dim = 32 E. Or several warps, kLanes lanes.
 #pragma once
 
 #include "common.cuh"
@@ -28,19 +28,20 @@ __device__ inline float ue8m0_scale(float amax, float least, float inverse_limit
 __device__ inline float number(float x) { return x == x ? x : 0.0f; }
 
 // dim E4M3 codes, then dim / 32 UE8M0 scales.
-template <int E>
+template <int E, int kLanes = kWarp>
 __device__ inline void encode_fp8_record(const float (&x)[E], uint8_t* record, int lane) {
     const float scale = ue8m0_scale(group_amax(x, kMxGroup), 1e-4f, float(1.0 / 448.0)), inverse = 1.0f / scale;  // exact
     Pack<uint8_t, E> codes;
 #pragma unroll
     for (int i = 0; i < E; ++i) codes.v[i] = uint8_t(encode_e4m3(number(x[i] * inverse)));
     // records are 33 dim / 32 bytes apart: aligned to 16 only where dim is a multiple of 512
+    constexpr bool kAligned = kLanes * E % 512 == 0;
     uint8_t* to = record + lane * E;
 #pragma unroll
     for (int i = 0; i < E; ++i)
-        if constexpr (E != 16) to[i] = codes.v[i];
-    if constexpr (E == 16) *reinterpret_cast<Pack<uint8_t, E>*>(to) = codes;
-    if (lane % (kMxGroup / E) == 0) record[kWarp * E + lane * E / kMxGroup] = uint8_t(__float_as_uint(scale) >> 23);
+        if constexpr (!kAligned) to[i] = codes.v[i];
+    if constexpr (kAligned) *reinterpret_cast<Pack<uint8_t, E>*>(to) = codes;
+    if (lane % (kMxGroup / E) == 0) record[kLanes * E + lane * E / kMxGroup] = uint8_t(__float_as_uint(scale) >> 23);
 }
 
 // to: aligned to E / 2 bytes.
@@ -53,7 +54,7 @@ __device__ inline void store_e2m1(const float (&x)[E], uint8_t* to) {
 }
 
 // dim / 2 bytes of E2M1 pairs, then dim / 16 E4M3 scales.
-template <int E>
+template <int E, int kLanes = kWarp>
 __device__ inline void encode_nvfp4_record(const float (&x)[E], uint8_t* record, int lane) {
     const float amax = group_amax(x, kNvfp4Group);
     const float wanted = fminf(fmaxf(amax, 6.0f * 0x1p-9f) * float(1.0 / 6.0), 448.0f);
@@ -63,13 +64,13 @@ __device__ inline void encode_nvfp4_record(const float (&x)[E], uint8_t* record,
 #pragma unroll
     for (int i = 0; i < E; ++i) y[i] = __fdiv_rn(x[i], divisor);
     store_e2m1(y, record + lane * E / 2);
-    if (lane % (kNvfp4Group / E) == 0) record[kWarp * E / 2 + lane * E / kNvfp4Group] = uint8_t(scale);
+    if (lane % (kNvfp4Group / E) == 0) record[kLanes * E / 2 + lane * E / kNvfp4Group] = uint8_t(scale);
 }
 
 // Planar blocks of 8 rows: 8 x dim / 2 bytes of E2M1 pairs, then 8 x dim / 32 UE8M0 scales.
-template <int E>
+template <int E, int kLanes = kWarp>
 __device__ inline void encode_mxfp4_record(const float (&x)[E], uint8_t* pool, int64_t row, int lane) {
-    constexpr int kDim = kWarp * E, kValues = kDim / 2, kScales = kDim / kMxGroup;
+    constexpr int kDim = kLanes * E, kValues = kDim / 2, kScales = kDim / kMxGroup;
     const float scale = ue8m0_scale(group_amax(x, kMxGroup), 6.0f * 0x1p-126f, float(1.0 / 6.0));
     uint8_t* block = pool + row / kBlockRows * (kBlockRows * (kValues + kScales));
     const int place = int(row % kBlockRows);
@@ -88,48 +89,60 @@ inline bool matches_type(int64_t record, int64_t type) {
 }
 
 // Row `row` of a pool of any format but planar ones are byte ranges that start at row times their size.
-template <class T, int E>
+template <class T, int kLanes = kWarp, int E>
 __device__ inline void encode_record(const float (&x)[E], int64_t record, void* pool, int64_t row, int lane) {
-    constexpr int kDim = kWarp * E;
+    constexpr int kDim = kLanes * E;
     switch (record) {
         case CEDAR_RECORD_FP8:
-            encode_fp8_record(x, static_cast<uint8_t*>(pool) + row * (kDim + kDim / kMxGroup), lane);
+            encode_fp8_record<E, kLanes>(x, static_cast<uint8_t*>(pool) + row * (kDim + kDim / kMxGroup), lane);
             break;
         case CEDAR_RECORD_NVFP4:
-            encode_nvfp4_record(x, static_cast<uint8_t*>(pool) + row * (kDim / 2 + kDim / kNvfp4Group), lane);
+            encode_nvfp4_record<E, kLanes>(x, static_cast<uint8_t*>(pool) + row * (kDim / 2 + kDim / kNvfp4Group), lane);
             break;
         case CEDAR_RECORD_MXFP4:
-            encode_mxfp4_record(x, static_cast<uint8_t*>(pool), row, lane);
+            encode_mxfp4_record<E, kLanes>(x, static_cast<uint8_t*>(pool), row, lane);
             break;
         default:
             store_pack(static_cast<T*>(pool) + row * kDim + lane * E, x);
     }
 }
 
-// RMSNorm, rounded to T. weight: of this lane's elements, which the caller loads with x: what follows x costs another trip.
-template <class T, int E>
-__device__ inline void norm_lanes(float (&x)[E], const float (&weight)[E], float eps) {
+// The sum of a warp's squares.
+template <int E>
+__device__ inline float sum_squares(const float (&x)[E]) {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < E; ++i) squares = fmaf(x[i], x[i], squares);
-    const float factor = 1.0f / sqrtf(sum_lanes(squares) / float(kWarp * E) + eps);
+    return sum_lanes(squares);
+}
+
+// RMSNorm of a vector with this sum of squares, rounded to T. weight: of this lane's elements, which the caller loads with x: what
+// follows x costs another trip.
+template <class T, int kLanes = kWarp, int E>
+__device__ inline void norm_lanes(float (&x)[E], float squares, const float (&weight)[E], float eps) {
+    const float factor = 1.0f / sqrtf(squares / float(kLanes * E) + eps);
 #pragma unroll
     for (int i = 0; i < E; ++i) x[i] = rounded<T>(x[i] * factor * weight[i]);
 }
 
+template <class T, int E>
+__device__ inline void norm_lanes(float (&x)[E], const float (&weight)[E], float eps) {
+    norm_lanes<T>(x, sum_squares(x), weight, eps);
+}
+
 // The rotation of the last 2 pairs dimensions, rounded to T. E is even, so a pair never crosses lanes.
-template <int E>
+template <int E, int kLanes = kWarp>
 struct Rotation {
     float cos[E / 2], sin[E / 2];
     int first;  // rotated dimension of this lane's first element
 
     __device__ void load(const float* all_cos, const float* all_sin, int pairs, int lane) {
-        first = lane * E - (kWarp * E - 2 * pairs);
+        first = lane * E - (kLanes * E - 2 * pairs);
 #pragma unroll
         for (int i = 0; i < E / 2; ++i) {
-            if (first + 2 * i < 0) continue;
-            cos[i] = all_cos[first / 2 + i];
-            sin[i] = all_sin[first / 2 + i];
+            const bool rotated = first + 2 * i >= 0;
+            cos[i] = rotated ? all_cos[first / 2 + i] : 1.0f;
+            sin[i] = rotated ? all_sin[first / 2 + i] : 0.0f;
         }
     }
 
