@@ -67,6 +67,15 @@ template <class T> void setp_ne_b32(bool& p, T x, int y) { p = int(x) != y; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline void ex2_approx_ftz_f32(float& y, float x) { y = flushed(exp2f(flushed(x))); }
 inline void rcp_approx_ftz_f32(float& y, float x) { y = flushed(1.0f / flushed(x)); }
+// The nearest of E4M3's values, even codes at ties, at most 448.
+inline uint32_t code_e4m3(float x) {
+    if (std::isnan(x)) return 0x7f;
+    const float magnitude = std::fmin(std::fabs(x), 448.0f);
+    const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
+    const auto eighths = uint32_t(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));  // of 2^exponent: a carry is the next exponent's
+    return (uint32_t(exponent + 6) << 3) + eighths + (std::signbit(x) ? 0x80 : 0);
+}
+inline void cvt_rn_satfinite_e4m3x2_f32(uint16_t& pair, float high, float low) { pair = uint16_t(code_e4m3(high) << 8 | code_e4m3(low)); }
 
 // ---- memory ----
 

@@ -36,7 +36,8 @@ SMALL = [
     pytest.param("_engram", "other_rows and not staged or gate_differs and not 1100 or gate_depends", id="engram"),
     pytest.param(
         "_linear",
-        "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends",
+        "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or codes and (288 or finite)"
+        " or nan or ends",
         id="linears",
     ),
     pytest.param(

@@ -14,6 +14,7 @@ struct Product {
     bool a_in_registers, adds, b_transposed;
     uint32_t a[4];
     uint64_t a_matrix, b_matrix;
+    bool codes = false;  // E4M3, 32 of k, else bf16, 16
 };
 void start_product(Product& mine);
 void close_products();
@@ -60,6 +61,17 @@ EMULATED_WGMMA(96)
 EMULATED_WGMMA(128)
 EMULATED_WGMMA(256)
 #undef EMULATED_WGMMA
+
+#define EMULATED_WGMMA_CODES(columns)                                                                                             \
+    template <class P>                                                                                                            \
+    void wgmma_mma_async_sync_aligned_m64n##columns##k32_f32_e4m3_e4m3(const std::array<float*, columns / 2>& c, uint64_t a, uint64_t b, \
+                                                                       P adds, int, int) {                                        \
+        Product mine{columns, side_by_side(c), false, bool(adds), false, {}, a, b, true};                                         \
+        start_product(mine);                                                                                                      \
+    }
+EMULATED_WGMMA_CODES(64)
+EMULATED_WGMMA_CODES(128)
+#undef EMULATED_WGMMA_CODES
 
 }  // namespace ptx
 }  // namespace emulated

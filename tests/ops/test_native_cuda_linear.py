@@ -129,10 +129,52 @@ def test_rounding_and_norm_differ_from_the_reference(rows: int, out_type: torch.
     torch.ops.cedar.mxfp8_linear.default(x, codes, scale, norm.weight, y, True, norm.eps)
     rounded = (fq8(x).double() @ weight.double().T).to(out_type)
     assert_close(y, rms_norm(rounded, *norm), 5e-3)
+    if rows > 640:  # codes are multiplied by codes
+        return
     torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, y, True, 0.0)
     plain = torch.empty_like(y)
     torch.ops.cedar.mxfp8_linear.default(fq8(x), codes, scale, None, plain, False, 0.0)
     assert torch.equal(y, plain)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(641, 288, 384), (700, 1792, 1280), (900, 64, 5120), (1500, 5120, 8192)])
+@pytest.mark.parametrize("out_type", [BF16, torch.float32])
+def test_a_product_of_codes_differs_from_its_values(rows: int, outputs: int, inputs: int, out_type: torch.dtype) -> None:
+    g = seeded(rows)
+    x = (normal(g, rows, inputs) * torch.logspace(-3, 2, inputs, device="cuda")).to(BF16)
+    weight = normal(g, outputs, inputs) * torch.logspace(1, -2, inputs, device="cuda")
+    codes, scale = quantize_fp8_tiles(weight * torch.logspace(-2, 2, outputs, device="cuda")[:, None])
+    weight = dequantize_fp8_tiles(codes, scale, torch.float32)
+    load()
+    y = torch.full((rows, outputs), torch.nan, dtype=out_type, device="cuda")
+    torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, y, True, 0.0)
+    rounded = fq8(x).double()
+    products = rounded.abs() @ weight.double().abs().T
+    error = (y.double() - rounded @ weight.double().T).abs()
+    # 32 products of an instruction lose at most 2^-13 of the largest each, float32 sums next to nothing, storing half a place
+    bound = products * 2.0**-8 + (0.0 if out_type == torch.float32 else 2.0**-8) * (rounded @ weight.double().T).abs()
+    assert (error <= bound).all()
+    again = torch.full_like(y, torch.nan)
+    torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, again, True, 0.0)
+    assert torch.equal(y, again)
+    if rows > 641:
+        part = torch.full((641, outputs), torch.nan, dtype=out_type, device="cuda")
+        torch.ops.cedar.mxfp8_linear.default(x[-641:].contiguous(), codes, scale, None, part, True, 0.0)
+        assert torch.equal(part, y[-641:])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_of_codes_that_is_not_finite_spreads(value: float) -> None:
+    g = seeded(5)
+    x, (codes, scale) = normal(g, 645, 256).to(BF16), quantize_fp8_tiles(normal(g, 96, 256))
+    clean, dirty = (torch.empty(645, 96, dtype=BF16, device="cuda") for _ in range(2))
+    load()
+    torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, clean, True, 0.0)
+    x[4, 40] = value
+    torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, dirty, True, 0.0)
+    assert dirty[4].isnan().all()
+    others = [n for n in range(645) if n != 4]
+    assert torch.equal(dirty[others], clean[others])
 
 
 @pytest.mark.parametrize("rows", [9, 90])

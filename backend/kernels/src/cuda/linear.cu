@@ -4,6 +4,7 @@
 // normalising their products are launches of their own, each ready to begin when the one before it ends.
 #include "bodies.h"
 #include "linear_few.cuh"
+#include "linear_fp8.cuh"
 #include "moe.cuh"
 #include "wide.cuh"
 
@@ -14,6 +15,11 @@ namespace {
 #define CEDAR_LINEAR_WIDE_FROM 640
 #endif
 constexpr int64_t kWideFrom = CEDAR_LINEAR_WIDE_FROM;  // with more rows
+
+#ifndef CEDAR_LINEAR_FP8_FROM
+#define CEDAR_LINEAR_FP8_FROM 640
+#endif
+constexpr int64_t kFp8From = CEDAR_LINEAR_FP8_FROM;  // with more rows that are rounded, codes are multiplied by codes
 
 constexpr int kRowThreads = 256;
 
@@ -105,19 +111,23 @@ int mxfp8_linear(const cedar_mxfp8_linear_args& a, void* stream) {
     if (a.type != CEDAR_BF16) return fail(CEDAR_UNSUPPORTED, "mxfp8_linear: type %lld on a GPU", (long long)a.type);
     if (a.workspace_bytes < mxfp8_linear_workspace(a))
         return fail(CEDAR_WORKSPACE, "mxfp8_linear: workspace has %lld bytes", (long long)a.workspace_bytes);
-    const Bf16* x = static_cast<const Bf16*>(a.x);
-    if (a.act_quant) {
+    const bool wide = a.out_type == CEDAR_F32;
+    Product p{static_cast<const Bf16*>(a.x), a.y, a.rows, a.in_dim, a.out_dim, a.in_dim, a.out_dim, wide, false};
+    void* const rows = static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES;
+    const bool codes = a.act_quant && a.weight_type == CEDAR_FP8_TILES && a.rows > kFp8From && has_groups() &&
+                       fits_codes(p, a.weight, a.weight_scale, rows);
+    if (a.act_quant && !codes) {
         if (a.in_dim % 32 != 0) return fail(CEDAR_UNSUPPORTED, "mxfp8_linear: in_dim %lld on a GPU", (long long)a.in_dim);
-        Bf16* rounded = reinterpret_cast<Bf16*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES);
+        Bf16* rounded = static_cast<Bf16*>(rows);
         const int64_t vectors = a.rows * a.in_dim / 8;
         const dim3 grid(unsigned((vectors + kRowThreads - 1) / kRowThreads));
-        const cudaError_t error = launch(round_rows, grid, kRowThreads, 0, 1, stream, x, rounded, vectors);
+        const cudaError_t error = launch(round_rows, grid, kRowThreads, 0, 1, stream, p.x, rounded, vectors);
         if (error != cudaSuccess) return finish("mxfp8_linear", error);
-        x = rounded;
+        p.x = rounded, p.early = true;
     }
-    const bool wide = a.out_type == CEDAR_F32;
-    const Product p{x, a.y, a.rows, a.in_dim, a.out_dim, a.in_dim, a.out_dim, wide, a.act_quant != 0};
-    const int status = dispatch("mxfp8_linear", p, a.weight, a.weight_scale, a.weight_type, 1, stream);
+    const Fp8Weight tiles{static_cast<const uint8_t*>(a.weight), a.weight_scale, a.in_dim, a.in_dim / 32};
+    const int status = codes ? finish("mxfp8_linear", run_codes(p, tiles, rows, stream))
+                             : dispatch("mxfp8_linear", p, a.weight, a.weight_scale, a.weight_type, 1, stream);
     if (status != CEDAR_OK || a.norm_weight == nullptr) return status;
     const auto run = [&](auto* y) {
         using T = std::remove_pointer_t<decltype(y)>;
