@@ -234,7 +234,7 @@ def test_far_entries_are_missed(visible: int) -> None:
     x.check(x.run(), False)
 
 
-@pytest.mark.parametrize("visible", [600, 5000, 70_000])
+@pytest.mark.parametrize("visible", [600, 5000, 40_000, 70_000])
 def test_equal_scores_select_others_than_the_lowest(visible: int) -> None:
     x = case([visible] * 3, publish=60)
     x.query.zero_()

@@ -11,10 +11,12 @@ namespace index {
 
 constexpr int64_t kMostScores = int64_t(1) << 26;  // of the workspace, while one row does not need more
 constexpr int kMostRun = 24 * 1024;                // items of a block of a cluster
-constexpr int kPerSm = 4;                          // blocks of the selection
 constexpr int kMostShared = 227 * 1024;            // of its blocks
 static_assert(sizeof(Selection) + (kMostRun + 4) * (sizeof(uint32_t) + sizeof(uint16_t)) <= kMostShared);
-constexpr int kShortRun = 4096;                    // items of a block that need no more blocks
+#ifndef CEDAR_INDEX_SHORT_RUN
+#define CEDAR_INDEX_SHORT_RUN 8192
+#endif
+constexpr int kShortRun = CEDAR_INDEX_SHORT_RUN;   // items of a block that need no more blocks
 constexpr int64_t kMostRows = 65535;               // of a pass: blocks of a grid in y
 
 // A block's run of a row's items, which are numbered over the cluster.
@@ -167,38 +169,33 @@ int64_t rows_together(const cedar_mqa_logits_topk_args& a) {
     return most < 1 ? 1 : most < a.rows ? most : a.rows;
 }
 
-template <int D, int MT, int G>
+template <int D, int G>
 cudaError_t run_scores(const Search& s, int multiprocessors, void* stream) {
-    using Block = ScoreBlock<G>;
-    const int64_t groups = (s.rows + G - 1) / G, slots = int64_t(multiprocessors) * Block::kPerSm;
-    const int64_t most = s.stride / (Block::kThreads / kWarp * kRun) + 1;
+    const int64_t groups = (s.rows + G - 1) / G, slots = int64_t(multiprocessors) * kScorePerSm<G>;
+    const int64_t most = s.stride / (kScoreWarps<G> * kRun) + 1;
     int64_t splits = groups * 4 <= slots ? slots / groups : (2 * slots + groups - 1) / groups;
     splits = splits < most ? splits : most;
-    return launch(score<D, MT, G>, dim3{unsigned(splits), unsigned(groups)}, Block::kThreads, 0, 1, stream, s);
-}
-
-template <int D, int MT>
-cudaError_t run_rows(const Search& s, int multiprocessors, void* stream) {
-    if (s.a.candidates == nullptr && s.rows >= 256) return run_scores<D, MT, kTogether>(s, multiprocessors, stream);
-    return run_scores<D, MT, 1>(s, multiprocessors, stream);
+    return launch(score<D, G>, dim3{unsigned(splits), unsigned(groups)}, kScoreThreads<G>, 0, 1, stream, s);
 }
 
 template <int D>
-cudaError_t run_heads(const Search& s, int multiprocessors, void* stream) {
-    return s.a.heads <= 16 ? run_rows<D, 1>(s, multiprocessors, stream) : run_rows<D, 2>(s, multiprocessors, stream);
+cudaError_t run_rows(const Search& s, int multiprocessors, void* stream) {
+    if (s.a.candidates == nullptr && s.rows >= 256) return run_scores<D, kTogether>(s, multiprocessors, stream);
+    return run_scores<D, 1>(s, multiprocessors, stream);
 }
 
 cudaError_t run_dims(const Search& s, int multiprocessors, void* stream) {
-    if (s.a.dim == 128) return run_heads<128>(s, multiprocessors, stream);
-    if (s.a.dim == 64) return run_heads<64>(s, multiprocessors, stream);
-    return run_heads<32>(s, multiprocessors, stream);
+    if (s.a.dim == 128) return run_rows<128>(s, multiprocessors, stream);
+    if (s.a.dim == 64) return run_rows<64>(s, multiprocessors, stream);
+    return run_rows<32>(s, multiprocessors, stream);
 }
 
-// Blocks of a cluster: fewer for more rows, while a block's run stays short.
+// Blocks of a cluster: no more than make a block's run short, and fewer where all clusters would not run at once.
 int cluster_of(const cedar_mqa_logits_topk_args& a, int64_t rows, int multiprocessors) {
     const int64_t items = columns_of(a) / kBlockRows, clusters = rows * (a.published != nullptr ? 2 : 1);
-    int cluster = kMostBlocks;
-    while (cluster > 1 && clusters * cluster > int64_t(multiprocessors) * kPerSm && items * 2 / cluster <= kShortRun) cluster /= 2;
+    int cluster = 1;
+    while (cluster < kMostBlocks && items > int64_t(kShortRun) * cluster) cluster *= 2;
+    while (cluster > 1 && clusters * cluster > multiprocessors && items * 2 / cluster <= kMostRun) cluster /= 2;
     return cluster;
 }
 

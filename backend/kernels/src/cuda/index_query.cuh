@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a search works on, and the queries: rotated, rounded and laid out as the fragments of the matrix instruction.
+// What a search works on, and the queries: rotated, rounded and laid out as the columns of the matrix instruction.
 #pragma once
 
 #include "ptx.cuh"
 #include "records.cuh"
 #include "select.cuh"
+#include "wgmma.cuh"
 
 namespace cedar::cuda::index {
 
@@ -14,18 +15,24 @@ namespace cedar::cuda::index {
 #ifndef CEDAR_INDEX_THREADS
 #define CEDAR_INDEX_THREADS 128
 #endif
+#ifndef CEDAR_INDEX_PER_SM
+#define CEDAR_INDEX_PER_SM 5
+#endif
 
 constexpr int kRunBlocks = 4, kRun = kRunBlocks * kBlockRows;  // keys of a warp at a time
 constexpr int kTogether = 4;  // rows of a chunk, which share their keys
-constexpr int kMostHeads = 32;
+constexpr int kMostHeads = 32;  // and the columns of the matrix instruction
 constexpr int kQueryShift = 32;  // queries are 2^32 too large and keys 2^32 too small, so that the keys' scales stay in range
-// Threads of a block, and blocks of a multiprocessor, that score G rows together.
+// Threads of a block, whole warp groups, and blocks of a multiprocessor, that score G rows together.
 template <int G>
-struct ScoreBlock {
-    static constexpr int kThreads = G == 1 ? CEDAR_INDEX_THREADS : 128, kPerSm = G == 1 ? 512 / kThreads : 3;
-};
+constexpr int kScoreThreads = G == 1 ? CEDAR_INDEX_THREADS : 128;
+template <int G>
+constexpr int kScoreWarps = kScoreThreads<G> / kWarp;
+template <int G>
+constexpr int kScorePerSm = G == 1 ? CEDAR_INDEX_PER_SM : 3;
 
 constexpr int kListed = CEDAR_INDEX_LISTED;  // key blocks that are looked up at a time
+static_assert(kListed % (kScoreWarps<1> * kRunBlocks) == 0);
 
 // Scores are kept as ordered_bits, 0 where there is no entry.
 struct Search {
@@ -62,20 +69,23 @@ __device__ inline int key_blocks(const Search& s, int64_t visible) {
     return min(int(s.a.candidate_blocks), (int(visible) + block - 1) / block) * (block / kBlockRows);
 }
 
-template <int D, int MT, int G>
+constexpr int kMatrixWords = kMostHeads * 32;  // of 64 dimensions of all heads: see matrix_of
+
+template <int D, int G>
 struct ScoreMemory {
-    uint4 query[G][MT][D / 32][2][kWarp];   // fragments of 16 heads: of a word of codes, two steps
-    uint4 raw[2 * MT * D];                  // a token's query as it is in memory
-    float weight[G][2 * MT * 8];            // halved
-    uint32_t places[kListed];               // the blocks' numbers in the pool
+    static constexpr int kMatrices = (D + 63) / 64;
+    alignas(1024) uint32_t query[G][kMatrices * kMatrixWords];
+    uint4 raw[kMostHeads * D / 8];          // a token's query as it is in memory
+    float weight[G][kMostHeads];            // halved
+    alignas(16) uint32_t places[kListed];   // the blocks' numbers in the pool
     uint8_t live[kListed];                  // their entries that the row may choose; with candidates
 };
 
 // A thread's part of a token's query: a word of codes of every kStep-th head. Queries and weights are bf16 or float32: which of them is
 // asked at run time for the sake of fewer kernels.
-template <int D, int MT, int Threads>
+template <int D, int G>
 struct QueryPart {
-    static constexpr int kChunks = D / 8, kStep = Threads / kChunks, kItems = (2 * MT * 8 + kStep - 1) / kStep;
+    static constexpr int kChunks = D / 8, kStep = kScoreThreads<G> / kChunks, kItems = (kMostHeads + kStep - 1) / kStep;
     int chunk = int(threadIdx.x) % kChunks, head = int(threadIdx.x) / kChunks;
     uint4 bits[kItems];    // of bf16: as they are in memory
     float cos[4], sin[4];  // 1 and 0 where nothing is rotated
@@ -85,7 +95,7 @@ struct QueryPart {
         return (row * s.a.heads + head + item * kStep) * D + chunk * 8;
     }
 
-    // Its loads, which are awaited only in prepare.
+    // Its loads, which are awaited only in keep and prepare.
     __device__ QueryPart(const Search& s, int64_t row) {
         const cedar_mqa_logits_topk_args& a = s.a;
 #pragma unroll
@@ -106,6 +116,14 @@ struct QueryPart {
             weight = a.type == CEDAR_F32 ? static_cast<const uint32_t*>(a.weight)[at] : static_cast<const uint16_t*>(a.weight)[at];
         }
     }
+
+    // Frees the registers of what has come, for this thread.
+    template <class Memory>
+    __device__ void keep(Memory& memory) const {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i)
+            if (head + i * kStep < kMostHeads) memory.raw[i * kScoreThreads<G> + threadIdx.x] = bits[i];
+    }
 };
 
 // Eight values rounded to MXFP4 together with those of the other three lanes of the group. Next to 1.5 * 2^22 times the power of two
@@ -121,21 +139,20 @@ __device__ inline void round_to_mxfp4(float (&x)[8]) {
     }
 }
 
-// Rotates, rounds and lays out the query of a row as the block's `token`; zeros where there is no head.
-template <int D, int MT, int G, int Threads>
-__device__ void prepare(const Search& s, int64_t row, int token, const QueryPart<D, MT, Threads>& part, ScoreMemory<D, MT, G>& memory) {
-    using Part = QueryPart<D, MT, Threads>;
+// Rotates, rounds and lays out items [first, last) of the query of a row, which is kept, as the block's `token`; zeros where there is
+// no head.
+template <int D, int G>
+__device__ void prepare(const Search& s, int64_t row, int token, int first, int last, const QueryPart<D, G>& part,
+                        ScoreMemory<D, G>& memory) {
+    using Part = QueryPart<D, G>;
     const cedar_mqa_logits_topk_args& a = s.a;
     const bool exact = a.type == CEDAR_F32;
     const int quad = part.chunk / (D / 32), word = part.chunk % (D / 32);
-#pragma unroll
-    for (int i = 0; i < Part::kItems; ++i)
-        if (part.head + i * Part::kStep < 2 * MT * 8) memory.raw[i * Threads + threadIdx.x] = part.bits[i];
 #pragma unroll 1
-    for (int i = 0; i < Part::kItems; ++i) {
+    for (int i = first; i < last; ++i) {
         const int head = part.head + i * Part::kStep;
-        if (head >= 2 * MT * 8) break;  // whole warps
-        const uint4 raw = memory.raw[i * Threads + threadIdx.x];
+        if (head >= kMostHeads) break;  // whole warps
+        const uint4 raw = memory.raw[i * kScoreThreads<G> + threadIdx.x];
         const uint32_t bits[4] = {raw.x, raw.y, raw.z, raw.w};
         float x[8];
 #pragma unroll
@@ -149,16 +166,17 @@ __device__ void prepare(const Search& s, int64_t row, int token, const QueryPart
             if (!exact) x[p] = rounded<Bf16>(x[p]), x[p + 1] = rounded<Bf16>(x[p + 1]);
         }
         if (a.quantise) round_to_mxfp4(x);
-        // this head's rows of the fragment, word 2 c + head / 8 % 2, have its pairs 2 step + c
-        uint32_t* const to = reinterpret_cast<uint32_t*>(&memory.query[token][head / 16][word][0][head % 8 * 4 + quad]) + head / 8 % 2;
+        // pair p of a word of codes is of the word's step p / 2, there the upper half of a row for odd p
+        uint32_t* const to = memory.query[token] + head * 32 + quad;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
             const __nv_bfloat162 both = __floats2bfloat162_rn(x[p] * 0x1p32f, x[p + 4] * 0x1p32f);
-            to[p / 2 * (kWarp * 4) + p % 2 * 2] = *reinterpret_cast<const uint32_t*>(&both);
+            const int unit = word * 4 + p;
+            to[unit / 8 * kMatrixWords + (unit % 8 ^ head % 8) * 4] = *reinterpret_cast<const uint32_t*>(&both);
         }
     }
     const float weight = __uint_as_float(exact ? part.weight : part.weight << 16);
-    if (threadIdx.x < 2 * MT * 8) memory.weight[token][threadIdx.x] = 0.5f * (weight * float(a.weight_scale));
+    if (threadIdx.x < kMostHeads) memory.weight[token][threadIdx.x] = 0.5f * (weight * float(a.weight_scale));
 }
 
 }  // namespace cedar::cuda::index

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of index keys: products of the matrix instruction with heads as rows and a block of 8 keys as columns. Of a key, the four
+// Scores of index keys: products of the matrix instruction with keys as rows and heads as columns. Of a key, the four
 // lanes of a quad hold a quarter of the dimensions each, straight from memory, which is the order that the queries' fragments
 // have too. A block of 8 rows of the pool is one aligned run of bytes, and 4 of them are what a warp scores at a time. A score's
 // bits depend on its row and entry alone.
@@ -11,41 +11,71 @@
 
 namespace cedar::cuda::index {
 
-// Where the key blocks [first, first + count) of a row are: block 0, whose scores nobody uses, where there is none. A thread looks up
+// A row's key blocks that a block of threads looks up at a time.
+struct Listed {
+    int64_t row, base, most;  // most: entries
+    int first, count;         // of the row's key blocks
+};
+
+// Where a thread's blocks of a list are, from its number `from` on: block 0, whose scores nobody uses, where there is none. It looks up
 // several at once, since each look-up waits for memory, with candidates twice.
-template <int Threads, class Memory>
-__device__ void list_blocks(const Search& s, int64_t row, int64_t base, int64_t most, int first, int count, Memory& memory) {
-    constexpr int kBatch = 4;
-    const cedar_mqa_logits_topk_args& a = s.a;
-    const int per_block = a.candidates == nullptr ? 1 : int(a.block) / kBlockRows, per_page = int(a.per_page);
-    const int padded = (count + kRunBlocks - 1) / kRunBlocks * kRunBlocks;
-    for (int from = threadIdx.x; from < padded; from += Threads * kBatch) {
-        int64_t entry[kBatch], page[kBatch];
-        uint32_t number[kBatch];
-        int live[kBatch];
+template <int G, int Batch>
+struct Lookup {
+    static constexpr int kBatch = Batch, kThreads = kScoreThreads<G>;
+    uint32_t page[kBatch], inside[kBatch], live[kBatch];
+
+    __device__ Lookup(const Search& s, const Listed& list, int from) {
+        const cedar_mqa_logits_topk_args& a = s.a;
+        const uint32_t per_block = a.candidates == nullptr ? 1 : uint32_t(a.block) / kBlockRows, per_page = uint32_t(a.per_page);
+        const uint32_t most = uint32_t(list.most), candidates = (most + uint32_t(a.block) - 1) / uint32_t(a.block);
+        uint32_t block[kBatch], number[kBatch];  // of the list, then of the sequence; its candidate, then its page
+        uint64_t candidate[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int block = first + min(from + i * Threads, count - 1);
-            entry[i] = a.candidates == nullptr ? block : __ldg(a.candidates + row * a.candidate_blocks + block / per_block);
+            block[i] = uint32_t(list.first + min(from + i * kThreads, list.count - 1));
+            number[i] = per_block == 1 ? block[i] : block[i] / per_block;
+            if (a.candidates != nullptr) candidate[i] = uint64_t(__ldg(a.candidates + list.row * a.candidate_blocks + number[i]));
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int at = from + i * Threads;
-            entry[i] = (entry[i] * per_block + (first + at) % per_block) * kBlockRows;
-            live[i] = at >= count || entry[i] < 0 || entry[i] >= most ? 0 : int(min(most - entry[i], int64_t(kBlockRows)));
-            number[i] = s.page_shift >= 0 ? uint32_t(entry[i]) >> s.page_shift : uint32_t(entry[i]) / uint32_t(per_page);
+            if (a.candidates != nullptr) {
+                const uint32_t part = block[i] - number[i] * per_block;
+                block[i] = candidate[i] < candidates ? uint32_t(candidate[i]) * per_block + part : kEvery / kBlockRows;
+            }
+            const uint32_t entry = block[i] * kBlockRows;
+            live[i] = from + i * kThreads >= list.count || entry >= most ? 0 : min(most - entry, uint32_t(kBlockRows));
+            number[i] = s.page_shift >= 0 ? entry >> s.page_shift : entry / per_page;
+            inside[i] = (entry - number[i] * per_page) / kBlockRows;
             page[i] = 0;
-            if (live[i] > 0) page[i] = __ldg(s.a.pages + base + number[i]);
+            if (live[i] > 0) page[i] = uint32_t(__ldg(a.pages + list.base + number[i]));
         }
+    }
+
+    template <int D>
+    __device__ void store(const Search& s, const Listed& list, int from, ScoreMemory<D, G>& memory) const {
+        constexpr int kStep = kScoreWarps<G> * kRunBlocks;
+        const int padded = (list.count + kStep - 1) / kStep * kStep;
+        const uint32_t per_page = uint32_t(s.a.per_page) / kBlockRows;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int at = from + i * Threads;
+            const int at = from + i * kThreads;
             if (at >= padded) break;
-            const uint32_t inside = uint32_t(entry[i]) - number[i] * uint32_t(per_page);
-            memory.places[at] = live[i] == 0 ? 0u : uint32_t(page[i]) * uint32_t(per_page / kBlockRows) + inside / kBlockRows;
+            memory.places[at] = live[i] == 0 ? 0u : page[i] * per_page + inside[i];
             memory.live[at] = uint8_t(live[i]);
         }
     }
+};
+
+constexpr int kFirstBatch = 2;
+
+// All of a list but what threads look up first.
+template <int D, int G>
+__device__ void look_up_rest(const Search& s, const Listed& list, ScoreMemory<D, G>& memory) {
+    using Rest = Lookup<G, 4>;
+    static_assert(kFirstBatch * kScoreThreads<G> % (kScoreWarps<G> * kRunBlocks) == 0, "a list that ends there has no more to pad");
+#pragma unroll 1
+    for (int first = kFirstBatch * kScoreThreads<G>; first < list.count; first += Rest::kBatch * kScoreThreads<G>)
+        Rest(s, list, first + int(threadIdx.x)).store(s, list, first + int(threadIdx.x), memory);
 }
 
 // A lane's part of the keys of a run: of each block its key lane / 4, of that a quarter of the dimensions. Of the scales it has all of
@@ -55,11 +85,15 @@ struct Keys {
     static constexpr int kValues = D / 2, kScales = D / kMxGroup, kBytes = kBlockRows * (kValues + kScales), kWords = D / 32;
     using Scales = std::conditional_t<kScales == 4, uint32_t, std::conditional_t<kScales == 2, uint16_t, uint8_t>>;
     const uint8_t *values, *scales;  // this lane's of the pool's first block
-    uint32_t words[kRunBlocks][kWords], scale;
+    uint32_t words[kRunBlocks][kWords], scale, scale_bytes;
 
     __device__ Keys(const Search& s, int lane) {
         values = static_cast<const uint8_t*>(s.a.keys) + lane / 4 * kValues + lane % 4 * (kValues / 4);
         scales = static_cast<const uint8_t*>(s.a.keys) + kBlockRows * kValues + lane / 4 * kScales;
+        const uint32_t byte = uint32_t(lane % 4 * kScales / 4);
+        scale_bytes = 0x4040 | byte << 8 | byte;  // this lane's in both halves of a word, zeros above
+        // sums of an argument and a lane's part, which the compiler would otherwise do at each load
+        asm("" : "+l"(values), "+l"(scales), "+r"(scale_bytes));
     }
 
     // Block m from the pool's block `number`.
@@ -78,19 +112,15 @@ struct Keys {
         return __ldg(reinterpret_cast<const Scales*>(scales + uint64_t(number) * kBytes));
     }
 
-    // The scale of this lane's values of block m, a byte. All lanes.
-    __device__ uint32_t scale_of(int m, int lane) const {
-        return __shfl_sync(kAllLanes, scale, (lane & ~3) + m) >> lane % 4 * kScales / 4 * 8 & 0xff;
+    // The scale of this lane's values of block m: 2^(byte - 127 - 32) times the 2^126 that the codes' bits as bf16 lack; NaN for 255. All
+    // lanes.
+    __device__ __nv_bfloat162 scale_of(int m, int lane) const {
+        const uint32_t bytes = __byte_perm(__shfl_sync(kAllLanes, scale, (lane & ~3) + m), 0, scale_bytes);
+        constexpr uint32_t kOffset = uint32_t(126 - kQueryShift) << 7;
+        const uint32_t both = bytes == 0x00ff00ffu ? 0x7fc07fc0u : bytes * 128 + (kOffset << 16 | kOffset);
+        return *reinterpret_cast<const __nv_bfloat162*>(&both);
     }
 };
-
-// 2^(byte - 127 - 32) times the 2^126 that the codes' bits as bf16 lack; NaN for 255.
-__device__ inline __nv_bfloat162 key_scale(uint32_t byte) {
-    const int exponent = int(byte) + 126 - kQueryShift;
-    const uint32_t bits = byte == 255 ? 0x7fc0u : uint32_t(max(exponent, 0)) << 7;
-    const uint32_t both = bits | bits << 16;
-    return *reinterpret_cast<const __nv_bfloat162*>(&both);
-}
 
 // Of the codes 0..7 of a word, the pairs (i, i + 4) as bf16. The product puts the sign and the rest of a code, which no other code
 // is next to, where bf16 has them.
@@ -107,128 +137,112 @@ __device__ inline void widen_word(uint32_t word, __nv_bfloat162 scale, uint32_t 
     }
 }
 
-// sums[b][e] += this lane's heads' part of the scores of key 2 q + e of B blocks, q the lane in its quad. x + |x| is relu(x) twice,
-// or a NaN.
-template <int D, int MT, int B, class Query, class Weight, class Fragment>
-__device__ void multiply_blocks(const Query& query, const Weight& weight, const Fragment& fragment, float (*sums)[2]) {
-    float c[B][MT][4] = {};
+// c += the products of two blocks of keys with the heads. On Hopper a product of the whole warp group.
+template <int D>
+__device__ inline void multiply_keys(float (&c)[kMostHeads / 2], const uint32_t (&keys)[D / 16][4], const uint32_t* query, int lane) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(CEDAR_WIDE_WGMMA)
+    const uint64_t matrix = matrix_of(query);
+    begin_group();
 #pragma unroll
-    for (int j = 0; j < D / 32; ++j) {
-        uint32_t k[B][4];
-        fragment(j, k);
+    for (int step = 0; step < D / 16; ++step)
+        multiply_group(c, keys[step], matrix + uint64_t(step / 4 * (kMatrixWords / 4) + step % 4 * 2));
+    close_group();
+    await_groups<0>();
+    settle(c);
 #pragma unroll
-        for (int m = 0; m < MT; ++m) {
+    for (int step = 0; step < D / 16; ++step) settle(keys[step]);
+#else
+    float(&parts)[kMostHeads / 8][4] = reinterpret_cast<float(&)[kMostHeads / 8][4]>(c);
+    const uint32_t* const row = query + lane / 4 * 32 + lane % 4;
 #pragma unroll
-            for (int step = 0; step < 2; ++step) {
-                const uint4 q = query(m, j, step);
+    for (int step = 0; step < D / 16; ++step) {
+        const uint32_t(&k)[4] = keys[step];
+        const uint32_t *const lower = row + step / 4 * kMatrixWords + (step % 4 * 2 ^ lane / 4) * 4,
+                       *const upper = row + step / 4 * kMatrixWords + (step % 4 * 2 + 1 ^ lane / 4) * 4;
 #pragma unroll
-                for (int b = 0; b < B; ++b) multiply_bf16(c[b][m], q.x, q.y, q.z, q.w, k[b][2 * step], k[b][2 * step + 1]);
-            }
-        }
+        for (int n = 0; n < kMostHeads / 8; ++n) multiply_bf16(parts[n], k[0], k[1], k[2], k[3], lower[n * 256], upper[n * 256]);
     }
-#pragma unroll
-    for (int b = 0; b < B; ++b)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            sums[b][e] = 0.0f;
-#pragma unroll
-            for (int n = 0; n < 2 * MT; ++n) {
-                const float x = c[b][n / 2][n % 2 * 2 + e];
-                sums[b][e] = fmaf(weight(n), x + fabsf(x), sums[b][e]);
-            }
-        }
+#endif
 }
 
-// The sums over all heads: lane 8 b + 4 e + q gets that of key 2 q + e of block b.
-__device__ inline float sum_heads(const float (&sums)[kRunBlocks][2], int lane) {
-    const bool upper = lane & 16, middle = lane & 8, odd = lane & 4;
-    float two[2][2], one[2];
+// The sums over all heads: a lane gets that of its key of block lane % 4.
+__device__ inline float sum_heads(const float (&sums)[kRunBlocks], int lane) {
+    const bool upper = lane & 2, odd = lane & 1;
+    float two[2];
 #pragma unroll
     for (int b = 0; b < 2; ++b)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-            two[b][e] = (upper ? sums[b + 2][e] : sums[b][e]) + __shfl_xor_sync(kAllLanes, upper ? sums[b][e] : sums[b + 2][e], 16);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) one[e] = (middle ? two[1][e] : two[0][e]) + __shfl_xor_sync(kAllLanes, middle ? two[0][e] : two[1][e], 8);
-    return (odd ? one[1] : one[0]) + __shfl_xor_sync(kAllLanes, odd ? one[0] : one[1], 4);
+        two[b] = (upper ? sums[b + 2] : sums[b]) + __shfl_xor_sync(kAllLanes, upper ? sums[b] : sums[b + 2], 2);
+    return (odd ? two[1] : two[0]) + __shfl_xor_sync(kAllLanes, odd ? two[0] : two[1], 1);
 }
 
-// The score of a lane's key of a run, for a query that the warp has. next(m) replaces block m of the keys, which is done with.
-template <int D, int MT, class Next>
-__device__ float score_run(const uint4 (&query)[MT][D / 32][2], const float (&weight)[2 * MT * 8], const Keys<D>& keys, int lane,
-                           const Next& next) {
-    constexpr int kPair = 2;
-    float sums[kRunBlocks][2];
+// The scores of a run's keys, which are widened once, for `count` rows: store(t, score) gets those of row t. next(m) replaces block m
+// of the keys, which is done with. x + |x| is relu(x) twice, or a NaN.
+template <int D, int G, class Next, class Store>
+__device__ void score_run(const ScoreMemory<D, G>& memory, int count, const Keys<D>& keys, int lane, const Next& next,
+                          const Store& store) {
+    float sums[G][kRunBlocks];
 #pragma unroll
-    for (int b = 0; b < kRunBlocks; b += kPair) {
-        __nv_bfloat162 scale[kPair];
+    for (int b = 0; b < kRunBlocks; b += 2) {
+        uint32_t wide[D / 16][4];  // of a lane: its key of block b in the rows' upper half, that of block b + 1 in the lower
 #pragma unroll
-        for (int i = 0; i < kPair; ++i) scale[i] = key_scale(keys.scale_of(b + i, lane));
-        multiply_blocks<D, MT, kPair>(
-            [&](int m, int j, int step) { return query[m][j][step]; }, [&](int n) { return weight[n * 8 + lane / 4]; },
-            [&](int j, uint32_t(&k)[kPair][4]) {
+        for (int i = 0; i < 2; ++i) {
+            const __nv_bfloat162 scale = keys.scale_of(b + i, lane);
 #pragma unroll
-                for (int i = 0; i < kPair; ++i) widen_word(keys.words[b + i][j], scale[i], k[i]);
-            },
-            sums + b);
+            for (int j = 0; j < D / 32; ++j) {
+                uint32_t pairs[4];
+                widen_word(keys.words[b + i][j], scale, pairs);
 #pragma unroll
-        for (int i = 0; i < kPair; ++i) next(b + i);
+                for (int p = 0; p < 4; ++p) wide[2 * j + p / 2][p % 2 * 2 + i] = pairs[p];
+            }
+        }
+        next(b), next(b + 1);
+#pragma unroll
+        for (int t = 0; t < G; ++t) {
+            if (t >= count) break;
+            float c[kMostHeads / 2] = {};
+            multiply_keys<D>(c, wide, memory.query[t], lane);
+            sums[t][b] = sums[t][b + 1] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < kMostHeads / 8; ++n) {
+                const float2 weight = *reinterpret_cast<const float2*>(memory.weight[t] + 8 * n + lane % 4 * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float x = c[4 * n + i];
+                    sums[t][b + i / 2] = fmaf(i % 2 == 0 ? weight.x : weight.y, x + fabsf(x), sums[t][b + i / 2]);
+                }
+            }
+        }
     }
-    return sum_heads(sums, lane);
-}
-
-// The same for the queries of `count` rows, for which the keys are widened once: store(t, score) gets those of row t.
-template <int D, int MT, int G, class Next, class Store>
-__device__ void score_run_together(const ScoreMemory<D, MT, G>& memory, int count, const Keys<D>& keys, int lane, const Next& next,
-                                   const Store& store) {
-    uint32_t wide[D / 32][kRunBlocks][4];
 #pragma unroll
-    for (int b = 0; b < kRunBlocks; ++b) {
-        const __nv_bfloat162 scale = key_scale(keys.scale_of(b, lane));
-#pragma unroll
-        for (int j = 0; j < D / 32; ++j) widen_word(keys.words[b][j], scale, wide[j][b]);
-        next(b);
-    }
-#pragma unroll 1
-    for (int t = 0; t < count; ++t) {
-        float sums[kRunBlocks][2];
-        multiply_blocks<D, MT, kRunBlocks>(
-            [&](int m, int j, int step) { return memory.query[t][m][j][step][lane]; },
-            [&](int n) { return memory.weight[t][n * 8 + lane / 4]; },
-            [&](int j, uint32_t(&k)[kRunBlocks][4]) {
-#pragma unroll
-                for (int b = 0; b < kRunBlocks; ++b)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) k[b][i] = wide[j][b][i];
-            },
-            sums);
-        store(t, sum_heads(sums, lane));
+    for (int t = 0; t < G; ++t) {
+        if (t >= count) break;
+        store(t, sum_heads(sums[t], lane));
     }
 }
 
 // The scores of a run of columns from `column` on, and the highest of each block.
 __device__ inline void store_scores(const Search& s, int64_t row, int column, int lane, bool is_entry, float score) {
-    const int mine = column + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
     const uint32_t bits = is_entry ? ordered_bits(score) : 0;
-    s.scores[(row - s.first) * s.stride + mine] = bits;
+    uint32_t* const to = s.scores + (row - s.first) * s.stride;
+    to[column + lane % 4 * kBlockRows + lane / 4] = bits;
     uint32_t most = bits;
 #pragma unroll
-    for (int step = 1; step < kBlockRows; step *= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, step));
-    if (lane % 8 == 0) s.maxima[(row - s.first) * (s.stride / kBlockRows) + column / kBlockRows + lane / 8] = most;
+    for (int step = 4; step < kWarp; step *= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, step));
+    uint32_t* const maximum = s.maxima + (row - s.first) * (s.stride / kBlockRows);
+    if (lane < kRunBlocks) maximum[column / kBlockRows + lane] = most;
 }
 
-// Rows [row, row + count) of one sequence. Warps take runs in turn; the next run's keys are on their way while one is scored. All
-// threads of the block.
-template <int D, int MT, int G>
-__device__ void score_rows(const Search& s, int64_t row, int count, ScoreMemory<D, MT, G>& memory) {
+// Rows [row, row + count) of one sequence. Warps take runs side by side, also where none is left, since they multiply together; the
+// next runs' keys are on their way while some are scored. All threads of the block.
+template <int D, int G>
+__device__ void score_rows(const Search& s, int64_t row, int count, ScoreMemory<D, G>& memory) {
     const cedar_mqa_logits_topk_args& a = s.a;
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    constexpr int kThreads = ScoreBlock<G>::kThreads, kWarps = kThreads / kWarp;
+    const int lane = threadIdx.x % kWarp, self = int(threadIdx.x) / kWarp * kRunBlocks;
     if (a.candidates != nullptr && blockIdx.x == 0)  // which of them are whose is known only when `visible` is
-        for (int i = int(threadIdx.x) * 16; i < int(a.candidate_blocks); i += kThreads * 16)
+        for (int i = int(threadIdx.x) * 16; i < int(a.candidate_blocks); i += kScoreThreads<G> * 16)
             prefetch(a.candidates + row * a.candidate_blocks + i);
     const int64_t base = a.base[row], visible = a.visible[row];
-    const QueryPart<D, MT, kThreads> part(s, row);
+    const QueryPart<D, G> part(s, row);
     int64_t most = a.candidates != nullptr || is_scored(a, visible) ? visible : 0;
     for (int t = 1; t < count; ++t) {
         const int64_t other = a.visible[row + t];
@@ -238,66 +252,67 @@ __device__ void score_rows(const Search& s, int64_t row, int count, ScoreMemory<
     const int begin = int(uint32_t(runs) * blockIdx.x / gridDim.x) * kRunBlocks;
     const int end = min(int(uint32_t(runs) * (blockIdx.x + 1) / gridDim.x) * kRunBlocks, blocks);
     if (begin >= end) return;
-    // where a lane's score lies in its run
-    const int inside = lane % 4 * 2 + lane / 4 % 2, mine = lane / 8 * kBlockRows + inside;
+    const int mine = lane % 4 * kBlockRows + lane / 4;  // where a lane's score lies in its run
     __syncthreads();  // nobody reads the last rows' memory
-    list_blocks<kThreads>(s, row, base, most, begin, min(end - begin, kListed), memory);
-    __syncthreads();
-    const int self = warp * kRunBlocks;
+    constexpr int kItems = QueryPart<D, G>::kItems, kEarly = kItems / 2;
     Keys<D> keys(s, lane);
-    const auto load_first = [&](int listed) {
-        if (self >= listed) return;
+    const auto load_first = [&] {
         keys.scale = keys.load_scale(memory.places[self + lane % 4]);
 #pragma unroll
         for (int m = 0; m < kRunBlocks; ++m) keys.load(m, memory.places[self + m]);
     };
-    load_first(min(end - begin, kListed));
-    prepare(s, row, 0, part, memory);
-    if constexpr (G > 1) {
-        for (int t = 1; t < count; ++t) prepare(s, row + t, t, QueryPart<D, MT, kThreads>(s, row + t), memory);
+    Listed list{row, base, most, begin, min(end - begin, kListed)};
+    part.keep(memory);
+    {  // the query is prepared while look-ups and keys are on their way
+        const Lookup<G, kFirstBatch> lookup(s, list, int(threadIdx.x));
+        prepare(s, row, 0, 0, kEarly, part, memory);
+        lookup.store(s, list, int(threadIdx.x), memory);
     }
+    look_up_rest(s, list, memory);
     __syncthreads();
-    uint4 query[MT][D / 32][2];
-    if constexpr (G == 1) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int j = 0; j < D / 32; ++j)
-#pragma unroll
-                for (int step = 0; step < 2; ++step) query[m][j][step] = memory.query[0][m][j][step][lane];
+    load_first();
+    prepare(s, row, 0, kEarly, kItems, part, memory);
+    if constexpr (G > 1) {
+        for (int t = 1; t < count; ++t) {
+            const QueryPart<D, G> other(s, row + t);
+            other.keep(memory);
+            prepare(s, row + t, t, 0, kItems, other, memory);
+        }
     }
+    publish_shared();
+    __syncthreads();
     for (int first = begin; first < end; first += kListed) {
         const int listed = min(end - first, kListed);
         if (first > begin) {
             __syncthreads();
-            list_blocks<kThreads>(s, row, base, most, first, listed, memory);
+            list.first = first, list.count = listed;
+            Lookup<G, kFirstBatch>(s, list, int(threadIdx.x)).store(s, list, int(threadIdx.x), memory);
+            look_up_rest(s, list, memory);
             __syncthreads();
-            load_first(listed);
+            load_first();
         }
-        for (int here = self; here < listed; here += kWarps * kRunBlocks) {
-            const int next = here + kWarps * kRunBlocks, column = (first + here) * kBlockRows;
-            const bool more = next < listed;
+        for (int here = self; here - self < listed; here += kScoreWarps<G> * kRunBlocks) {
+            const int next = here + kScoreWarps<G> * kRunBlocks, column = (first + here) * kBlockRows;
+            const bool more = next - self < listed;
             const uint32_t next_scale = more ? keys.load_scale(memory.places[next + lane % 4]) : 0;
-            const auto load_next = [&](int m) {
-                if (more) keys.load(m, memory.places[next + m]);
-            };
-            if constexpr (G == 1) {
-                const float score = score_run<D, MT>(query, memory.weight[0], keys, lane, load_next);
-                const bool is_entry = a.candidates != nullptr ? inside < memory.live[here + lane / 8] : column + mine < visible;
-                store_scores(s, row, column, lane, is_entry, score);
-            } else {
-                score_run_together(memory, count, keys, lane, load_next, [&](int t, float score) {
-                    store_scores(s, row + t, column, lane, column + mine < a.visible[row + t], score);
+            score_run(
+                memory, count, keys, lane,
+                [&](int m) {
+                    if (more) keys.load(m, memory.places[next + m]);
+                },
+                [&](int t, float score) {
+                    if (here >= listed) return;
+                    const bool is_entry = G == 1 ? lane / 4 < memory.live[here + lane % 4] : column + mine < a.visible[row + t];
+                    store_scores(s, row + t, column, lane, is_entry, score);
                 });
-            }
             keys.scale = next_scale;
         }
     }
 }
 
-template <int D, int MT, int G>
-__global__ void __launch_bounds__(ScoreBlock<G>::kThreads, ScoreBlock<G>::kPerSm) score(const Search s) {
-    __shared__ ScoreMemory<D, MT, G> memory;
+template <int D, int G>
+__global__ void __launch_bounds__(kScoreThreads<G>, kScorePerSm<G>) score(const Search s) {
+    __shared__ ScoreMemory<D, G> memory;
     release_launch();
     int64_t row = s.first + int64_t(blockIdx.y) * G;
     if constexpr (G == 1) {

@@ -12,17 +12,18 @@
 
 namespace cedar::cuda {
 
-constexpr int kSelectThreads = 256, kSelectWarps = kSelectThreads / kWarp;
+constexpr int kSelectThreads = 1024, kSelectWarps = kSelectThreads / kWarp;
 #ifndef CEDAR_INDEX_CLUSTER
 #define CEDAR_INDEX_CLUSTER 8
 #endif
 constexpr int kMostBlocks = CEDAR_INDEX_CLUSTER;  // of a cluster
-constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kThreadBins = kBins / kSelectThreads;
+constexpr int kDigitBits = 11, kBins = 1 << kDigitBits, kThreadBins = kBins / kSelectThreads;
 constexpr int kMostPasses = (32 + kDigitBits - 1) / kDigitBits;
 constexpr int kMostChosen = 2048;
-constexpr int kMostKept = 4096;             // keys of a block that its shared memory has
+constexpr int kMostKept = 8192;             // keys of a block that its shared memory has
 constexpr uint32_t kEvery = 0x7fffffff;
-static_assert(kThreadBins == 4, "a thread has the bins of a 16-byte load");
+static_assert(kThreadBins == 2, "a thread has the bins of an 8-byte load");
+static_assert(kSelectWarps <= kWarp, "a warp has a sum of each warp");
 
 // A float's bits as an unsigned number in the same order, which is not 0; zeros are equal, and a NaN is above or below everything
 // by its sign. 0 is what no key is below.
@@ -61,6 +62,20 @@ __device__ inline void await_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
+// Until all threads of the cluster are here, and see what the others wrote.
+__device__ inline void sync_cluster(const Cluster& cluster) {
+    if (cluster.num_blocks() == 1)
+        __syncthreads();
+    else
+        cluster.sync();
+}
+
+// What another block of the cluster, or this one, has where this block has it.
+template <class T>
+__device__ inline T load_of(const Cluster& cluster, T* own, unsigned block) {
+    return cluster.num_blocks() == 1 ? *own : *cluster.map_shared_rank(own, block);
+}
+
 // The sum of x over this thread and all before it.
 __device__ inline uint32_t prefix_sum(uint32_t x, uint32_t* sums) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -92,7 +107,7 @@ __device__ inline void clear_bins() {
     Selection& s = selection();
     uint4* const bins = reinterpret_cast<uint4*>(s.bins);
 #pragma unroll
-    for (int i = 0; i < kMostPasses + 1; ++i) bins[i * kSelectThreads + threadIdx.x] = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < int(sizeof(s.bins) / sizeof(uint4)); i += kSelectThreads) bins[i + threadIdx.x] = make_uint4(0, 0, 0, 0);
 }
 
 // Between what the k best keys of a cluster, and maybe some more, are.
@@ -119,9 +134,9 @@ __device__ inline Range bounds(const Cluster& cluster, uint32_t highest, uint32_
     }
     const uint32_t common = block_min(bound, s.sums), least = block_min(lowest, s.sums), most = block_max(highest, s.sums);
     if (threadIdx.x == 0) s.least = max(common, count >= k ? least : 0), s.most = most;
-    cluster.sync();
+    sync_cluster(cluster);
     const unsigned other = unsigned(lane % blocks);
-    Range range{*cluster.map_shared_rank(&s.least, other), *cluster.map_shared_rank(&s.most, other)};
+    Range range{load_of(cluster, &s.least, other), load_of(cluster, &s.most, other)};
     range.least = max(__reduce_min_sync(kAllLanes, range.least), 1u);
     range.most = max(__reduce_max_sync(kAllLanes, range.most), range.least);
     return range;
@@ -134,16 +149,21 @@ struct Digit {
 
 __device__ inline Digit find_digit(const Cluster& cluster, uint32_t* bins, uint32_t wanted) {
     Selection& s = selection();
-    cluster.sync();
+    sync_cluster(cluster);
     const int first = kSelectThreads - 1 - int(threadIdx.x);  // thread 0 has the highest bins
-    uint4 own = make_uint4(0, 0, 0, 0);
+    uint2* const here = reinterpret_cast<uint2*>(bins) + first;
+    uint2 own = make_uint2(0, 0);
+    if (cluster.num_blocks() == 1) {
+        own = *here;
+    } else {
 #pragma unroll
-    for (int block = 0; block < kMostBlocks; ++block) {  // loads of as many blocks as there may be, at once
-        const bool is_there = block < int(cluster.num_blocks());
-        const uint4 v = cluster.map_shared_rank(reinterpret_cast<uint4*>(bins), is_there ? unsigned(block) : 0u)[first];
-        if (is_there) own.x += v.x, own.y += v.y, own.z += v.z, own.w += v.w;
+        for (int block = 0; block < kMostBlocks; ++block) {  // loads of as many blocks as there may be, at once
+            const bool is_there = block < int(cluster.num_blocks());
+            const uint2 v = *cluster.map_shared_rank(here, is_there ? unsigned(block) : 0u);
+            if (is_there) own.x += v.x, own.y += v.y;
+        }
     }
-    const uint32_t counts[kThreadBins] = {own.w, own.z, own.y, own.x}, sum = own.x + own.y + own.z + own.w;
+    const uint32_t counts[kThreadBins] = {own.y, own.x}, sum = own.x + own.y;
     const uint32_t through = prefix_sum(sum, s.sums);
     uint32_t before = through - sum;
 #pragma unroll
@@ -226,11 +246,11 @@ __device__ Part gather(const Cluster& cluster, const Keys& keys, int count, cons
     }
     const uint32_t above_through = prefix_sum(above, s.sums), equal_through = prefix_sum(equal, s.sums);
     if (threadIdx.x == kSelectThreads - 1) s.above = above_through, s.equal = equal_through;
-    cluster.sync();
+    sync_cluster(cluster);
     const int lane = threadIdx.x % kWarp, other = lane % int(cluster.num_blocks());
     const bool counts = lane < int(cluster.num_blocks()), precedes = lane < int(cluster.block_rank());
-    const uint32_t others_above = *cluster.map_shared_rank(&s.above, unsigned(other));
-    const uint32_t others_equal = *cluster.map_shared_rank(&s.equal, unsigned(other));
+    const uint32_t others_above = load_of(cluster, &s.above, unsigned(other));
+    const uint32_t others_equal = load_of(cluster, &s.equal, unsigned(other));
     const auto sum = [](bool whether, uint32_t x) { return __reduce_add_sync(kAllLanes, whether ? x : 0); };
     const uint32_t above_before = sum(precedes, others_above), equal_before = sum(precedes, others_equal);
     const uint32_t above_total = sum(counts, others_above), equal_total = sum(counts, others_equal);
