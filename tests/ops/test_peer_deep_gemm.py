@@ -4,117 +4,42 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import logging
-import sys
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from deep_gemm_support import (
+    E4M3,
+    FP8_BOUND,
+    Kernels,
+    deep_gemm,
+    gpu,
+    matrix_of,
+    needs_package,
+    normal,
+    run,
+    run_package,
+    tiles,
+)
 from native_support import assert_close, assert_nan_stays, seeded
-from torch import Tensor
 
 from cedar.cache.formats import e8m0_decode
-from cedar.model.quantize import dequantize_fp8_tiles, quantize_fp8_tiles
+from cedar.model.quantize import dequantize_fp8_tiles
 from cedar.ops import peer_deep_gemm
 from cedar.ops.attention import wo_a
 from cedar.ops.linear import mxfp8_linear
 from cedar.ops.norm import Norm
 from cedar.ops.peer_deep_gemm import aligned
-from cedar.ops.provider import Choice, choose, using
+from cedar.ops.provider import using
 from cedar.ops.quant import tile_values
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-needs_package = pytest.mark.skipif(
-    not HOPPER or importlib.util.find_spec("deep_gemm") is None, reason="no Hopper GPU with deep_gemm"
-)
-BOUND = 5e-2
-"""Of a row's norm: two roundings to E4M3, whose step is at most 1/8 of a value."""
-
-
-def values_of(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales.repeat_interleave(128, -1)
-
-
-def matrix_of(codes: Tensor, scales: Tensor) -> Tensor:
-    return values_of(codes, scales.repeat_interleave(128, -2))
-
-
-class Kernels(types.ModuleType):
-    """DeepGEMM's contract in PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__("deep_gemm")
-        self.calls: list[str] = []
-
-    def fp8_gemm_nt(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor) -> None:
-        self.calls.append("fp8_gemm_nt")
-        (codes, scales), rows = a, a[0].shape[0]
-        assert codes.is_contiguous()
-        assert codes.dtype == b[0].dtype == E4M3
-        assert scales.shape == (rows, codes.shape[1] // 128)
-        assert scales.stride()[1] == (rows + 3) // 4 * 4
-        assert scales.stride()[0] == 1
-        assert b[1].shape == (b[0].shape[0] // 128, b[0].shape[1] // 128)
-        assert scales.dtype == b[1].dtype == torch.float32
-        d.copy_(values_of(*a) @ matrix_of(*b).T)
-
-    def bf16_gemm_nt(self, a: Tensor, b: Tensor, d: Tensor) -> None:
-        self.calls.append("bf16_gemm_nt")
-        assert a.dtype == b.dtype == d.dtype == BF16
-        assert a.is_contiguous()
-        d.copy_(a.float() @ b.float().T)
-
-    def fp8_einsum(
-        self, expr: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, recipe: tuple[int, int, int]
-    ) -> None:
-        self.calls.append("fp8_einsum")
-        assert (expr, recipe) == ("bhr,hdr->bhd", (1, 128, 128))
-        rows, heads, inner = a[0].shape
-        padded = (rows + 3) // 4 * 4
-        assert a[0].is_contiguous()
-        assert b[0].is_contiguous()
-        assert a[1].stride() == (1, inner // 128 * padded, padded)
-        assert b[1].shape == (heads, b[0].shape[1] // 128, inner // 128)
-        d.copy_(torch.einsum(expr, values_of(*a), matrix_of(*b)))
-
-    def einsum(self, expr: str, a: Tensor, b: Tensor, d: Tensor) -> None:
-        self.calls.append("einsum")
-        assert a.dtype == b.dtype == d.dtype == BF16
-        d.copy_(torch.einsum(expr, a.float(), b.float()))
+BF16 = torch.bfloat16
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    kernels = Kernels()
-    monkeypatch.setitem(sys.modules, "deep_gemm", kernels)
-    return kernels
-
-
-def deep_gemm() -> Choice:
-    return Choice(set(), set(), peers={"mxfp8_linear": "deep_gemm", "wo_a": "deep_gemm"})
-
-
-def run(op: Callable[..., Tensor], *arguments: Any, **more: Any) -> Tensor:
-    """The package's result: falling back is an error."""
-    choice = deep_gemm()
-    with torch.inference_mode(), using(choice):
-        result = op(*arguments, **more)
-    assert choice._told == set()
-    return result
-
-
-def normal(g: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=g, device=g.device)
-
-
-def tiles(g: torch.Generator, outputs: int, inputs: int, spread: float = 2.0) -> tuple[Tensor, Tensor]:
-    """FP8 tiles whose scales differ, by powers of two up to 2^spread."""
-    sizes = torch.rand(outputs // 32, inputs // 32, generator=g, device=g.device).mul_(-spread).exp2_()
-    return quantize_fp8_tiles(normal(g, outputs, inputs) * sizes.repeat_interleave(32, 0).repeat_interleave(32, 1))
+    return Kernels.put(monkeypatch)
 
 
 @pytest.mark.parametrize("shift", [0, 3, 6])
@@ -143,7 +68,7 @@ def test_an_fp8_product_differs_from_the_reference(kernels: Kernels, rows: int) 
     x, (codes, scale) = normal(g, rows, 256).to(BF16), tiles(g, 384, 256)
     norm = Norm(torch.rand(384, generator=g) + 0.5, 1e-6)
     for more in ({}, {"act_quant": True}, {"norm": norm}):
-        assert_close(run(mxfp8_linear, x, codes, scale=scale, **more), mxfp8_linear(x, codes, scale=scale, **more), BOUND)
+        assert_close(run(mxfp8_linear, x, codes, scale=scale, **more), mxfp8_linear(x, codes, scale=scale, **more), FP8_BOUND)
     assert kernels.calls == ["fp8_gemm_nt"] * 3
 
 
@@ -163,7 +88,7 @@ def test_a_grouped_product_differs_from_the_reference(kernels: Kernels, rows: in
     out, (codes, scale) = normal(g, rows, 4, 256).to(BF16), tiles(g, 2 * 128, 512)
     weight = dequantize_fp8_tiles(codes, scale, BF16)
     expected = wo_a(out, weight, 2)
-    assert_close(run(wo_a, out, codes, 2, scale), expected, BOUND)
+    assert_close(run(wo_a, out, codes, 2, scale), expected, FP8_BOUND)
     assert_close(run(wo_a, out, weight, 2), expected, 4e-3)
     assert kernels.calls == ["fp8_einsum", "einsum"]
 
@@ -175,7 +100,7 @@ def test_a_weight_is_converted_at_every_call(kernels: Kernels, monkeypatch: pyte
     g = seeded(3)
     x, weights = normal(g, 2, 128).to(BF16), [tiles(g, 128, 128) for _ in range(2)]
     for codes, scale in weights * 3:
-        assert_close(run(mxfp8_linear, x, codes, scale=scale), mxfp8_linear(x, codes, scale=scale), BOUND)
+        assert_close(run(mxfp8_linear, x, codes, scale=scale), mxfp8_linear(x, codes, scale=scale), FP8_BOUND)
     assert len(made) == 2
 
 
@@ -234,19 +159,6 @@ def test_a_grouped_product_of_small_groups_fails(kernels: Kernels) -> None:
 # ---- the package itself ----
 
 
-def run_package(op: Callable[..., Tensor], *arguments: Any, **more: Any) -> Tensor:
-    environment = {"CEDAR_OP_MXFP8_LINEAR": "deep_gemm", "CEDAR_OP_WO_A": "deep_gemm"}
-    choice = choose("reference", torch.device("cuda"), environment)
-    with torch.inference_mode(), using(choice):
-        result = op(*arguments, **more)
-    assert choice._told == set()
-    return result
-
-
-def gpu(seed: int) -> torch.Generator:
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 @pytest.mark.parametrize(("outputs", "inputs"), [(1792, 5120), (5120, 8192)])
 @pytest.mark.parametrize("rows", [1, 7, 130])
 @pytest.mark.gpu
@@ -256,7 +168,7 @@ def test_the_package_multiplies_otherwise(rows: int, outputs: int, inputs: int) 
     x, (codes, scale) = normal(g, rows, inputs).to(BF16), tiles(g, outputs, inputs)
     weight = dequantize_fp8_tiles(codes, scale, BF16)
     expected = x.double() @ weight.double().T
-    assert_close(run_package(mxfp8_linear, x, codes, scale=scale), expected, BOUND)
+    assert_close(run_package(mxfp8_linear, x, codes, scale=scale), expected, FP8_BOUND)
     assert_close(run_package(mxfp8_linear, x, weight), expected, 5e-3)
 
 
@@ -268,5 +180,5 @@ def test_the_package_multiplies_groups_otherwise(rows: int) -> None:
     out, (codes, scale) = normal(g, rows, 64, 512).to(BF16), tiles(g, 8 * 1024, 4096)
     weight = dequantize_fp8_tiles(codes, scale, BF16)
     expected = wo_a(out.double(), weight.double(), 8)
-    assert_close(run_package(wo_a, out, codes, 8, scale), expected, BOUND)
+    assert_close(run_package(wo_a, out, codes, 8, scale), expected, FP8_BOUND)
     assert_close(run_package(wo_a, out, weight, 8), expected, 5e-3)

@@ -195,7 +195,7 @@ def test_a_package_is_imported_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path
     package_here(monkeypatch, tmp_path, name, "raise OSError('imported')")
     choose("auto", CUDA, {})
     choose("reference", CUDA, {})
-    setting = f"CEDAR_OP_{PEERS[name].operations[0].upper()}"
+    setting = f"CEDAR_OP_{next(iter(PEERS[name].operations)).upper()}"
     needs = r"its kernels are for Hopper GPUs \(compute capability 9.x\), and"
     with pytest.raises(CedarError, match=rf"{setting}: is '{name}', but {needs} the device is cpu; allowed: auto"):
         choose("auto", CPU, {setting: name})
@@ -213,7 +213,7 @@ def test_a_package_is_imported_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("raise ImportError('undefined symbol: _ZN3c10')", r"cannot be imported: ImportError\('undefined symbol: _ZN3c10'\)"),
         ("raise OSError('libcuda.so.1: cannot open')", r"cannot be imported: OSError\('libcuda.so.1: cannot open'\)"),
         ("raise AssertionError", r"cannot be imported: AssertionError\(\)"),
-        ("", r"of that name here has no (fp8_gemm_nt, fp8_einsum|flash_mla_sparse_fwd)"),
+        ("", r"of that name here has no (fp8_gemm_nt, bf16_gemm_nt|flash_mla_sparse_fwd)"),
     ],
 )
 def test_a_package_that_cannot_be_used_is_no_clear_error(
@@ -222,7 +222,7 @@ def test_a_package_that_cannot_be_used_is_no_clear_error(
     hopper(monkeypatch)
     package_here(monkeypatch, tmp_path, name, source)
     peer, dashed = PEERS[name], name.replace("_", "-")
-    setting = f"CEDAR_OP_{peer.operations[0].upper()}"
+    setting = f"CEDAR_OP_{next(iter(peer.operations)).upper()}"
     source = f"{name} from {peer.distribution} .the distribution {dashed} is an unrelated one."
     with pytest.raises(CedarError, match=rf"{setting}: is '{name}', but the package {problem}.*; allowed: .*{source}"):
         choose("auto", CUDA, {setting: name})
@@ -234,10 +234,18 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     hopper(monkeypatch)
     for name, peer in PEERS.items():
         package = types.ModuleType(name)
-        for function in peer.functions:
-            setattr(package, function, len)
+        for adapter in peer.operations.values():
+            for function in adapter.functions:
+                setattr(package, function, len)
         monkeypatch.setitem(sys.modules, name, package)
     return {"CEDAR_OP_MEGA_ATTENTION": "flash_mla", "CEDAR_OP_WO_A": "deep_gemm"}
+
+
+def test_a_package_is_refused_for_what_another_operation_needs(packages: dict[str, str]) -> None:
+    del sys.modules["deep_gemm"].tf32_hc_prenorm_gemm
+    choose("reference", CUDA, packages)
+    with pytest.raises(CedarError, match=r"CEDAR_OP_MEGA_MHC: is 'deep_gemm', but .* has no tf32_hc_prenorm_gemm; allowed"):
+        choose("reference", CUDA, packages | {"CEDAR_OP_MEGA_MHC": "deep_gemm"})
 
 
 def test_a_package_is_not_in_the_summary(packages: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:

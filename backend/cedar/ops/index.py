@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from cedar.ops.native import record_code
 from cedar.ops.provider import FusedOp
 from cedar.ops.quant import fq4x
 from cedar.ops.rope import rotate
+
+Scorer = Callable[[Tensor, Tensor, RecordPool, BlockTable, ScoreTile], Tensor]
+"""float32 scores of a tile's rows over its ``num_keys`` keys, given what `tile_scores` is; hidden columns may hold anything."""
 
 KEY_ELEMENTS = 1 << 18
 """Elements of index keys that a CPU decodes at a time (1 MiB), so that they are in its cache when they are scored."""
@@ -57,7 +60,19 @@ def mqa_logits_topk(
     """
     query = rotate(query, cos, sin)
     query = fq4x(query) if search.quantise else query
-    weight = weight.float() * search.weight_scale
+    return select_by(tile_scores, query, weight.float() * search.weight_scale, pool, plan, search, candidates)
+
+
+def select_by(
+    score: Scorer,
+    query: Tensor,
+    weight: Tensor,
+    pool: RecordPool,
+    plan: EntryPlan,
+    search: IndexSearch,
+    candidates: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`mqa_logits_topk` of a query that is rotated and rounded and of scaled weights, with all keys scored by ``score``."""
     parts: list[Tensor] = []
     published: list[Tensor | None] = []
     for tile in plan.tiles:
@@ -65,7 +80,7 @@ def mqa_logits_topk(
         if candidates is None or tile.num_keys <= candidates.shape[1] * search.block:
             publish = (search.block, search.publish) if search.publish else None
             k = min(search.top_k, tile.num_keys)
-            index, blocks = dense_topk(query[rows], weight[rows], pool, plan.table, tile, k, publish)
+            index, blocks = dense_topk(query[rows], weight[rows], pool, plan.table, tile, k, publish, score)
             published.append(blocks)
         else:
             index = _search(query[rows], weight[rows], pool, plan, tile, search, candidates[rows])
@@ -194,6 +209,18 @@ def _page_runs(pool: RecordPool, pages: Tensor, per_page: int) -> Iterator[Tenso
         yield pool.load_pages(some, per_page)
 
 
+def tile_scores(query: Tensor, weight: Tensor, pool: RecordPool, table: BlockTable, tile: ScoreTile) -> Tensor:
+    """float32 [R, num_keys]: a tile's rows against all keys of their sequences, page by page.
+
+    query: [R, heads, d], rotated and quantised; weight: [R, heads], scaled. table: where the tile's keys lie in ``pool``.
+    """
+    assert tile.slots is not None
+    pages = table.pages_of(tile.slots, tile.num_keys)
+    query, weight = (x.view(tile.groups, -1, *x.shape[1:]) for x in (query, weight))
+    parts = [mqa_logits(query, weight, pool.record.decode(records)) for records in _page_runs(pool, pages, table.per_page)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1))[:, : tile.num_keys]
+
+
 def dense_topk(
     query: Tensor,
     weight: Tensor,
@@ -202,23 +229,19 @@ def dense_topk(
     tile: ScoreTile,
     k: int,
     publish: tuple[int, int] | None,
+    score: Scorer = tile_scores,
 ) -> tuple[Tensor, Tensor | None]:
     """Score a tile's rows against all entries they see and select the k best.
 
-    query: [R, heads, d], rotated and quantised; weight: [R, heads]. table: where the tile's keys lie in ``pool``, read page by
-    page; what is behind a sequence's last entry is hidden. publish: (block size, blocks to keep) of a candidate source.
+    query, weight, pool, table: as of ``score``; what is behind a sequence's last entry is hidden. publish: (block size, blocks to
+    keep) of a candidate source.
     Returns int64 [R, min(k, tile.num_keys)] as `select`, and int64 [R, blocks] as `candidate_blocks`; None when every block
     would be kept.
     """
-    rows, groups = query.shape[0], tile.groups
     if tile.slots is None:
-        index = torch.arange(tile.num_keys, device=query.device).repeat(rows, 1)
+        index = torch.arange(tile.num_keys, device=query.device).repeat(query.shape[0], 1)
         return (index if tile.visible is None else index.masked_fill_(index >= tile.visible[:, None], -1)), None
-    pages = table.pages_of(tile.slots, tile.num_keys)
-    query, weight = query.view(groups, -1, *query.shape[1:]), weight.view(groups, -1, weight.shape[1])
-    parts = [mqa_logits(query, weight, pool.record.decode(records)) for records in _page_runs(pool, pages, table.per_page)]
-    scores = (parts[0] if len(parts) == 1 else torch.cat(parts, 1))[:, : tile.num_keys]
-    hide_beyond(scores, tile.visible)
+    scores = hide_beyond(score(query, weight, pool, table, tile), tile.visible)
     blocks = None
     if publish is not None and tile.num_keys > publish[0] * publish[1]:
         blocks = candidate_blocks(scores, tile.visible, *publish)

@@ -7,6 +7,7 @@ is spread by ``expand`` with its own ``post`` and ``comb``. Coefficients and mix
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import NamedTuple
 
 import torch
@@ -93,10 +94,14 @@ def mix(streams: Tensor, mixing: Mixing) -> Gates:
 
     One RMS statistic over all hc D values normalises the outputs of fn.
     """
-    hc = streams.shape[1]
     flat = streams.flatten(1).float()
-    statistic = flat.square().mean(-1, keepdim=True).add_(mixing.norm_eps).rsqrt_()
-    raw = torch.addcmul(mixing.base, torch.nn.functional.linear(flat, mixing.fn).mul_(statistic), mixing.scale)
+    return gates_of(torch.nn.functional.linear(flat, mixing.fn), flat.square().mean(-1, keepdim=True), mixing)
+
+
+def gates_of(outputs: Tensor, mean_square: Tensor, mixing: Mixing) -> Gates:
+    """The coefficients from fn's outputs, float32 [T, (2 + hc) hc], and the streams' mean squares, float32 [T, 1]."""
+    hc = isqrt(outputs.shape[1])  # (2 + hc) hc = (1 + hc)^2 - 1
+    raw = torch.addcmul(mixing.base, outputs * (mean_square + mixing.norm_eps).rsqrt_(), mixing.scale)
     gates = torch.sigmoid(raw[:, : 2 * hc])
     comb = sinkhorn(raw[:, 2 * hc :].view(-1, hc, hc), mixing.eps, mixing.iterations)
     return Gates(gates[:, :hc] + mixing.eps, gates[:, hc:] * 2, comb)

@@ -31,7 +31,14 @@ def mega_gate(
     Scores a = sqrt(softplus(x W^T)). Returns expert ids int64 [T, k] by falling biased score, ties to the lowest id, and weights
     float32 [T, k] that sum to ``scaling``.
     """
-    scores = torch.nn.functional.softplus(torch.nn.functional.linear(x.float(), weight.float())).sqrt_()
+    return choose_experts(torch.nn.functional.linear(x.float(), weight.float()), bias, top_k, scaling, image_bias, image)
+
+
+def choose_experts(
+    logits: Tensor, bias: Tensor, top_k: int, scaling: float, image_bias: Tensor | None, image: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What `mega_gate` does with logits x W^T, float32 [T, E]."""
+    scores = torch.nn.functional.softplus(logits).sqrt_()
     if image is not None and image_bias is not None:
         bias = torch.where(image[:, None], image_bias, bias)
     ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()

@@ -9,7 +9,7 @@ multiple of 2^-9. Inputs of FP8 weights are rounded to FP8 even without ``act_qu
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from importlib import import_module
 from typing import Any
 
@@ -29,7 +29,8 @@ _TMA_ROWS = 4
 """Bulk copies start at multiples of 16 bytes."""
 
 
-def _kernels() -> Any:
+def kernels() -> Any:
+    """The package."""
     return import_module("deep_gemm")
 
 
@@ -44,31 +45,31 @@ def _(
 ) -> Tensor:
     if wide:
         raise PeerUnsupported("the result is to be float32")
-    _check(x, weight, scale, *weight.shape)
+    check(x, weight, scale, *weight.shape)
     y = x.new_empty(x.shape[0], weight.shape[0])
     if scale is None:
-        _kernels().bf16_gemm_nt((fq8(x) if act_quant else x).contiguous(), weight, y)
+        kernels().bf16_gemm_nt((fq8(x) if act_quant else x).contiguous(), weight, y)
     else:
-        _kernels().fp8_gemm_nt(quantised(x), aligned(weight, scale), y)
+        kernels().fp8_gemm_nt(quantised(x), aligned(weight, scale), y)
     return y if norm is None else rms_norm(y, *norm)
 
 
 @wo_a.by("deep_gemm")
 def _(out: Tensor, weight: Tensor, groups: int, scale: Tensor | None = None) -> Tensor:
     rank, inner = weight.shape[0] // groups, weight.shape[1]
-    _check(out, weight, scale, rank, inner)
+    check(out, weight, scale, rank, inner)
     heads = out.reshape(out.shape[0], groups, inner)
     low_rank = out.new_empty(out.shape[0], groups, rank)
     if scale is None:
-        _kernels().einsum("bhr,hdr->bhd", heads, weight.view(groups, rank, inner), low_rank)
+        kernels().einsum("bhr,hdr->bhd", heads, weight.view(groups, rank, inner), low_rank)
     else:
         codes, scales = aligned(weight, scale)
         matrices = codes.view(groups, rank, inner), scales.view(groups, rank // GROUP, inner // GROUP)
-        _kernels().fp8_einsum("bhr,hdr->bhd", quantised(heads), matrices, low_rank, recipe=(1, GROUP, GROUP))
+        kernels().fp8_einsum("bhr,hdr->bhd", quantised(heads), matrices, low_rank, recipe=(1, GROUP, GROUP))
     return low_rank.flatten(1)
 
 
-def _check(x: Tensor, weight: Tensor, scale: Tensor | None, outputs: int, inputs: int) -> None:
+def check(x: Tensor, weight: Tensor, scale: Tensor | None, outputs: int, inputs: int) -> None:
     """Raise `PeerUnsupported` for what the kernels cannot multiply. outputs, inputs: of one matrix."""
     takes = torch.bfloat16 if scale is None else torch.float8_e4m3fn
     if x.dtype is not torch.bfloat16 or weight.dtype is not takes:
@@ -92,12 +93,17 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 _converted: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
 
 
-def aligned(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight of `tile_values`, [N, K] in multiples of 128, as E4M3 [N, K] with float32 scales [N/128, K/128]. Made once."""
+def made_once(weight: Tensor, make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What a weight was converted to when this was first asked; it is kept while the weight lives."""
     found = _converted.get(weight)
     if found is None:
-        found = _converted[weight] = _one_scale_per_block(weight, scale)
+        found = _converted[weight] = make()
     return found
+
+
+def aligned(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight of `tile_values`, [N, K] in multiples of 128, as E4M3 [N, K] with float32 scales [N/128, K/128]. Made once."""
+    return made_once(weight, lambda: _one_scale_per_block(weight, scale))
 
 
 def _one_scale_per_block(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

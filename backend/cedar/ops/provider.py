@@ -125,7 +125,7 @@ def choose(ops: str, device: torch.device, env: Mapping[str, str] | None = None)
     wanted = {name: _wanted(name, ops, env) for name in OPERATIONS}
     peers = {name: how for name, how in wanted.items() if how in PEERS}
     for name, peer in peers.items():
-        prepare(peer, _PREFIX + name.upper(), device)
+        prepare(peer, name, _PREFIX + name.upper(), device)
     choice = _of_library(wanted | dict.fromkeys(peers, ops), device, unnamed=peers)
     choice.peers = peers
     for name, peer in peers.items():
