@@ -227,6 +227,7 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
     const auto half_of = [&](int stage) { return shared_address(memory.keys[stage]) + group * kHalfChunks * kChunkBytes; };
     const auto await_tile = [&](int n) { await(&memory.full[n % kStages], uint32_t(n / kStages) & 1); };
     const auto release_tile = [&](int n) {
+        __syncwarp();  // all lanes have read what they need of it
         if (lane == 0) arrive(&memory.empty[n % kStages]);
     };
     // The row's last scores are there: the next row's query comes while this row is finished.
