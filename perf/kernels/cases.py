@@ -23,6 +23,7 @@ from cedar.ops.compress import CompressorWeights, compress_store
 from cedar.ops.engram import STAGED_TOKENS, engram_gate, engram_gather, staging
 from cedar.ops.mhc import Mixing, Written, mega_mhc
 from cedar.ops.moe import Experts, mega_gate, moe_fp4
+from cedar.ops.native import load
 from cedar.ops.norm import Norm
 from cedar.ops.provider import Choice, using
 from cedar.ops.quant import fq8
