@@ -39,6 +39,7 @@ class Kernels(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("deep_gemm")
         self.calls: list[str] = []
+        self.deterministic = False
 
     def fp8_gemm_nt(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor) -> None:
         self.calls.append("fp8_gemm_nt")
@@ -164,6 +165,101 @@ class Kernels(types.ModuleType):
             mine = keys[block_table[row, : -(-int(context_lens[row]) // 64)].long()].flatten(0, 1)
             scores[row, : len(mine)] = weights[row] @ (q[row, 0].float() @ mine.T).relu()
         return scores[:, :max_context_len]
+
+    def use_deterministic_algorithms(self, enabled: bool) -> None:
+        self.deterministic = enabled
+
+    def mega_mhc(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        shifted_prev_mix: Tensor,
+        post_mix: Tensor,
+        comb_res_mix: Tensor,
+        fn: Tensor,
+        mix_scales: Tensor,
+        mix_bases: Tensor,
+        hc_mult: int,
+        hc_norm_eps: float,
+        hc_pre_eps: float,
+        hc_post_scale: float,
+        sinkhorn_eps: float,
+        num_sinkhorn_iters: int,
+        rmsnorm_weight: Tensor,
+        rmsnorm_eps: float,
+        rmsnorm_scale: float,
+        new_residual: Tensor,
+        new_prev_mix: Tensor,
+        new_post_mix: Tensor,
+        new_comb_res_mix: Tensor,
+        y_bf16: Tensor,
+    ) -> None:
+        self.calls.append("mega_mhc")
+        assert self.deterministic
+        rows, hidden = x.shape
+        assert hc_mult == 4
+        assert hidden % 1024 == 0
+        assert residual.shape == new_residual.shape == (rows, 4, hidden)
+        assert shifted_prev_mix.shape == new_prev_mix.shape == post_mix.shape == new_post_mix.shape == (rows, 4, 1)
+        assert comb_res_mix.shape == new_comb_res_mix.shape == (rows, 4, 4)
+        assert (fn.shape, mix_scales.shape, mix_bases.shape) == ((24, 4 * hidden), (3,), (24,))
+        assert {t.dtype for t in (x, residual, new_residual, rmsnorm_weight, y_bf16)} == {BF16}
+        coefficients = (shifted_prev_mix, post_mix, comb_res_mix, new_prev_mix, new_post_mix, new_comb_res_mix)
+        floats = (*coefficients, fn, mix_scales, mix_bases)
+        assert {t.dtype for t in floats} == {torch.float32}
+        assert all(t.is_contiguous() for t in (x, residual, new_residual, rmsnorm_weight, y_bf16, *floats))
+        spread = post_mix * x[:, None].float() + torch.einsum("tij,tid->tjd", comb_res_mix, residual.float())
+        new_residual.copy_(spread)
+        flat = new_residual.float().flatten(1)
+        mixes = (flat @ fn.T) * (flat.square().mean(1, keepdim=True) + hc_norm_eps).rsqrt()
+        scales = mix_scales.repeat_interleave(torch.tensor([4, 4, 16]))
+        pre, post, comb = (mixes * scales + mix_bases).split([4, 4, 16], 1)
+        new_prev_mix.copy_((pre.sigmoid() + hc_pre_eps)[..., None])
+        new_post_mix.copy_((post.sigmoid() * hc_post_scale)[..., None])
+        c = comb.view(-1, 4, 4).softmax(-1) + sinkhorn_eps
+        c /= c.sum(1, keepdim=True) + sinkhorn_eps
+        for _ in range(num_sinkhorn_iters - 1):
+            c /= c.sum(2, keepdim=True) + sinkhorn_eps
+            c /= c.sum(1, keepdim=True) + sinkhorn_eps
+        new_comb_res_mix.copy_(c)
+        y = (shifted_prev_mix * new_residual.float()).sum(1).to(BF16).float()
+        y *= (y.square().mean(1, keepdim=True) + rmsnorm_eps).rsqrt() * rmsnorm_scale
+        y_bf16.copy_(y * rmsnorm_weight.float())
+
+    def bf16_mega_gate(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        num_topk: int,
+        use_shared_as_routed: bool,
+        num_shared_experts: int,
+        routed_scaling_factor: float,
+        ep_rank: int,
+        *,
+        bias: Tensor,
+        image_bias: Tensor | None,
+        image_token_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """A logit that is not finite stops the GPU."""
+        self.calls.append("bf16_mega_gate")
+        rows, hidden = x.shape
+        assert (use_shared_as_routed, num_shared_experts, ep_rank) == (False, 0, 0)
+        assert (x.dtype, weight.dtype, bias.dtype) == (BF16, BF16, torch.float32)
+        assert hidden % 256 == len(weight) % 4 == 0
+        assert len(weight) <= 512
+        assert num_topk <= 32
+        assert (image_bias is None) == (image_token_mask is None)
+        assert all(t.is_contiguous() for t in (x, weight, bias))
+        logits = x.float() @ weight.float().T
+        assert logits.isfinite().all()
+        scores = torch.nn.functional.softplus(logits).sqrt()
+        shift = bias.expand_as(scores)
+        if image_bias is not None and image_token_mask is not None:
+            assert (image_token_mask.dtype, image_token_mask.shape) == (torch.bool, (rows,))
+            shift = torch.where(image_token_mask[:, None], image_bias, bias)
+        ids = (scores + shift).sort(dim=1, descending=True, stable=True).indices[:, :num_topk]
+        chosen = scores.gather(1, ids)
+        return ids, chosen / chosen.sum(1, keepdim=True) * routed_scaling_factor
 
 
 def deep_gemm() -> Choice:

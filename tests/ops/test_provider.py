@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,34 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
                 setattr(package, function, len)
         monkeypatch.setitem(sys.modules, name, package)
     return {"CEDAR_OP_MEGA_ATTENTION": "flash_mla", "CEDAR_OP_WO_A": "deep_gemm"}
+
+
+def test_a_package_for_blackwell_is_passed_over(packages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else was said, its kernels for whole operations come first; where it has none or is not here, the library."""
+    hopper(monkeypatch, (10, 0))
+    package = sys.modules["deep_gemm"]
+    package.__spec__ = ModuleSpec("deep_gemm", None)
+    assert choose("auto", CUDA, {}).peers == {}
+    package.mega_mhc = package.use_deterministic_algorithms = package.bf16_mega_gate = len  # type: ignore[attr-defined]
+    whole = {"mega_mhc": "deep_gemm", "mega_gate": "deep_gemm"}
+    assert choose("auto", CUDA, {}).peers == whole
+    assert choose("reference", CUDA, {}).peers == {}
+    assert choose("reference", CUDA, {"CEDAR_OP_MEGA_MHC": "auto"}).peers == {"mega_mhc": "deep_gemm"}
+    assert choose("auto", CUDA, {"CEDAR_OP_MEGA_GATE": "reference"}).peers == {"mega_mhc": "deep_gemm"}
+    with pytest.raises(
+        CedarError, match=r"CEDAR_OP_WO_A: is 'deep_gemm', but its kernels are for Hopper GPUs .*has 10\.0; allowed"
+    ):
+        choose("auto", CUDA, {"CEDAR_OP_WO_A": "deep_gemm"})
+    del package.bf16_mega_gate
+    assert choose("auto", CUDA, {}).peers == {"mega_mhc": "deep_gemm"}
+    with pytest.raises(CedarError, match=r"has no bf16_mega_gate; allowed: .*2\.5\.0.* on Hopper, .*2\.8\.2.* on Blackwell"):
+        choose("auto", CUDA, {"CEDAR_OP_MEGA_GATE": "deep_gemm"})
+    for capability in ((9, 0), (12, 0)):
+        hopper(monkeypatch, capability)
+        assert choose("auto", CUDA, {}).peers == {}
+    needs = r"Hopper and Blackwell GPUs \(compute capability 9.x and 10.x\), and this one has 12\.0"
+    with pytest.raises(CedarError, match=needs):
+        choose("auto", CUDA, {"CEDAR_OP_MEGA_MHC": "deep_gemm"})
 
 
 def test_a_package_is_refused_for_what_another_operation_needs(packages: dict[str, str]) -> None:

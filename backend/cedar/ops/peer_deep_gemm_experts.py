@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepGEMM's products of the router, in bfloat16, and of the experts, in FP8 and grouped; the rest is the reference.
 
+On a Blackwell GPU the router is its one kernel for all of that.
+
 Routed experts' codes are converted when they are first used, and what comes of it kept while they live, which takes almost twice
 their memory again. A block of 128 x 128 gets one scale, a power of two, under which E4M3 holds MXFP4 exactly, unless its scales
 are more than 2^14 apart. Inputs of all products are rounded to FP8 with a scale per 128, even without ``act_quant``. The shared
@@ -18,7 +20,8 @@ from cedar.cache.formats import E4M3_MAX, MXFP4_AMAX_MIN, mx_scale
 from cedar.ops.fp4_tiles import unpack_tiles
 from cedar.ops.moe import Experts, choose_experts, mega_gate, moe_fp4, swiglu
 from cedar.ops.peer_deep_gemm import GROUP, aligned, check, kernels, made_once, quantised
-from cedar.ops.peer_packages import PeerUnsupported
+from cedar.ops.peer_deep_gemm_mega import route
+from cedar.ops.peer_packages import PeerUnsupported, is_blackwell
 
 Fp8 = tuple[Tensor, Tensor]
 """E4M3 codes and their float32 scales."""
@@ -34,6 +37,8 @@ def _(
     image_bias: Tensor | None = None,
     image: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if is_blackwell(x.device):
+        return route(x, weight, bias, top_k, scaling, image_bias, image)
     check(x, weight, None, *weight.shape)
     logits = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     kernels().bf16_gemm_nt(x.contiguous(), weight, logits)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepGEMM's product for the hyper-connections' coefficients, and the streams' sums of squares; the rest is the reference.
 
+On a Blackwell GPU it is its one kernel for all of it.
+
 The product is TF32: of a weight's mantissa it reads 10 bits, streams are exact. It is summed in parts, as many as fill the GPU,
 whose sums PyTorch adds, so a row's last bits depend on how many rows there are.
 """
@@ -13,7 +15,8 @@ from torch import Tensor
 from cedar.ops.mhc import Crossing, Gates, Mixing, Written, gates_of, mega_mhc
 from cedar.ops.norm import Norm
 from cedar.ops.peer_deep_gemm import kernels
-from cedar.ops.peer_packages import PeerUnsupported
+from cedar.ops.peer_deep_gemm_mega import cross
+from cedar.ops.peer_packages import PeerUnsupported, is_blackwell
 
 _ROWS, _DEPTH = 64, 64
 """Of a block of the product."""
@@ -24,6 +27,8 @@ _MOST_OUTPUTS = 32
 
 @mega_mhc.by("deep_gemm")
 def _(streams: Tensor, written: Written | None, pre: Tensor | None, mixing: Mixing | None, norm: Norm | None) -> Crossing:
+    if is_blackwell(streams.device):
+        return cross(streams, written, pre, mixing, norm)
     if mixing is None:
         raise PeerUnsupported("no coefficients are asked for, and it has no kernel for the rest")
     outputs, inputs = mixing.fn.shape

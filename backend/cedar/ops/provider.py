@@ -22,7 +22,7 @@ import torch
 from cedar.errors import invalid
 from cedar.ops import native
 from cedar.ops.abi import OPERATIONS
-from cedar.ops.peer_packages import PEERS, PeerUnsupported, peers_of, prepare
+from cedar.ops.peer_packages import PEERS, PeerUnsupported, peers_of, preferred, prepare
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,14 +115,16 @@ def using(choice: Choice | None) -> Iterator[None]:
 def choose(ops: str, device: torch.device, env: Mapping[str, str] | None = None) -> Choice:
     """What the setting ``ops`` and the environment mean on this machine.
 
-    auto: everything that the library has, or the references and one line in the log that says why not. Raises `CedarError`
-    when an operation must be native and the library is not there, or is set to a package that cannot be used.
+    auto: on a Blackwell GPU a package's kernel for the whole operation, if one is here; then everything that the library has, or
+    the references and one line in the log that says why not. Raises `CedarError` when an operation must be native and the
+    library is not there, or is set to a package that cannot be used.
     """
     env = os.environ if env is None else env
     unknown = sorted(name for name in env if name.startswith(_PREFIX) and name.removeprefix(_PREFIX).lower() not in OPERATIONS)
     if unknown:
         raise invalid(unknown[0], "names no operation", ", ".join(_PREFIX + name.upper() for name in OPERATIONS))
     wanted = {name: _wanted(name, ops, env) for name in OPERATIONS}
+    wanted |= {name: preferred(name, device) or how for name, how in wanted.items() if how == "auto"}
     peers = {name: how for name, how in wanted.items() if how in PEERS}
     for name, peer in peers.items():
         prepare(peer, name, _PREFIX + name.upper(), device)
