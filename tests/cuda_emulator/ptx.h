@@ -66,16 +66,9 @@ template <class A> void mov_b64(uint64_t& to, const A& halves) { to = uint64_t(u
 template <class T> void setp_ne_b32(bool& p, T x, int y) { p = int(x) != y; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline void ex2_approx_ftz_f32(float& y, float x) { y = flushed(exp2f(flushed(x))); }
+inline void lg2_approx_ftz_f32(float& y, float x) { y = flushed(log2f(flushed(x))); }
+inline void sqrt_approx_ftz_f32(float& y, float x) { y = flushed(sqrtf(flushed(x))); }
 inline void rcp_approx_ftz_f32(float& y, float x) { y = flushed(1.0f / flushed(x)); }
-// The nearest of E4M3's values, even codes at ties, at most 448.
-inline uint32_t code_e4m3(float x) {
-    if (std::isnan(x)) return 0x7f;
-    const float magnitude = std::fmin(std::fabs(x), 448.0f);
-    const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
-    const auto eighths = uint32_t(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));  // of 2^exponent: a carry is the next exponent's
-    return (uint32_t(exponent + 6) << 3) + eighths + (std::signbit(x) ? 0x80 : 0);
-}
-inline void cvt_rn_satfinite_e4m3x2_f32(uint16_t& pair, float high, float low) { pair = uint16_t(code_e4m3(high) << 8 | code_e4m3(low)); }
 
 // ---- memory ----
 
@@ -95,6 +88,7 @@ template <class T> void load_vector(const std::array<T*, 4>& to, uint32_t addres
 inline void ld_shared_v4_u32(const std::array<uint32_t*, 4>& to, uint32_t address) { load_vector(to, address); }
 inline void ld_shared_cluster_v4_f32(const std::array<float*, 4>& to, uint32_t address) { load_vector(to, address); }
 inline void ld_shared_cluster_f32(float& to, uint32_t address) { to = *place<float>(address); }
+template <class A> void st_shared_u32(uint32_t address, A x) { *place<uint32_t>(address) = x; }
 template <class A> void st_shared_v4_u32(uint32_t address, const A& from) {
     struct alignas(16) Four { uint32_t v[4]; };
     *place<Four>(address) = {{*from[0], *from[1], *from[2], *from[3]}};
@@ -155,18 +149,30 @@ void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes(ui
     copy_box(shared, map, {*at[0], *at[1], 0}, barrier, 0);
 }
 template <class A>
+void cp_async_bulk_tensor_2d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(uint32_t shared, const CUtensorMap* map, const A& at, uint32_t barrier,
+                                                                                            uint64_t) {
+    copy_box(shared, map, {*at[0], *at[1], 0}, barrier, 0);
+}
+template <class A>
+void cp_async_bulk_tensor_3d_shared_cluster_global_mbarrier_complete_tx_bytes(uint32_t shared, const CUtensorMap* map, const A& at, uint32_t barrier) {
+    copy_box(shared, map, {*at[0], *at[1], *at[2]}, barrier, 0);
+}
+template <class A>
 void cp_async_bulk_tensor_3d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(uint32_t shared, const CUtensorMap* map, const A& at,
                                                                                                 uint32_t barrier, uint16_t blocks) {
     copy_box(shared, map, {*at[0], *at[1], *at[2]}, barrier, blocks);
 }
-template <class A> void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_f32(uint32_t to, const A& from, uint32_t barrier) {
+template <class T, size_t N>
+void send_values(uint32_t to, const std::array<T*, N>& from, uint32_t barrier) {
     if (to / kClusterWindow != barrier / kClusterWindow) failed("st.async: the barrier is of another block than the place");
     phases_at(barrier);
-    struct alignas(16) Four { float v[4]; };
-    Copy copy{reinterpret_cast<unsigned char*>(place<Four>(to)), nullptr, 16, 0, {}, place<uint64_t>(barrier), nullptr};
-    for (size_t i = 0; i < 4; ++i) std::memcpy(copy.value + 4 * i, from[i], 4);
+    struct alignas(4 * N) Values { float v[N]; };
+    Copy copy{reinterpret_cast<unsigned char*>(place<Values>(to)), nullptr, 4 * N, 0, {}, place<uint64_t>(barrier), nullptr};
+    for (size_t i = 0; i < N; ++i) std::memcpy(copy.value + 4 * i, from[i], 4);
     start_announced_copy(std::move(copy));
 }
+template <class A> void st_async_shared_cluster_mbarrier_complete_tx_bytes_v2_f32(uint32_t to, const A& from, uint32_t barrier) { send_values(to, from, barrier); }
+template <class A> void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_f32(uint32_t to, const A& from, uint32_t barrier) { send_values(to, from, barrier); }
 
 // ---- matrices ----
 

@@ -31,13 +31,16 @@ SMALL = [
         "boundary_differs and (352 or 5120) and not 1500 and (all or norm) or boundary_differs and 130 and (64 or 256)",
         id="mega_mhc",
     ),
-    pytest.param("", "choice_differs and not 5120 and not 2053 or choice_differs and 17-5120 or equal_scores", id="mega_gate"),
+    pytest.param(
+        "",
+        "choice_differs and not 5120 and not 2053 and not 4096 or choice_differs and (17-5120 or 500-5120) or equal_scores",
+        id="mega_gate",
+    ),
     pytest.param("", "window_records or entries or entry_depends or not_finite", id="stores"),
     pytest.param("_engram", "other_rows and not staged or gate_differs and not 1100 or gate_depends", id="engram"),
     pytest.param(
         "_linear",
-        "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or codes and (288 or finite)"
-        " or nan or ends",
+        "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends",
         id="linears",
     ),
     pytest.param(
@@ -52,7 +55,8 @@ SMALL = [
     ),
     pytest.param(
         "_attention",
-        "output_differs and [3- and not sizes10 or single_key and 63 or without_keys",
+        "output_differs and [3- and not sizes10 or single_key and 63 or without_keys or other_bits and [17- "
+        "or row_of_many and 129 and sizes0",
         id="mega_attention",
     ),
     pytest.param("_plain", "not captured and not 5120 and not batch", id="plain"),
@@ -85,7 +89,7 @@ def test_an_emulated_kernel_accesses_other_memory(checked_library: Path, tmp_pat
     ("module", "selected", "processors"),
     [
         pytest.param("", "boundary_differs and 5120 and (1500 and all or 130) or boundary and batch and 70", FEW, id="mega_mhc"),
-        pytest.param("", "choice_differs and (5120 and 300 or 2053 and not 384) or choice_depends and 100", MANY, id="mega_gate"),
+        pytest.param("", "choice_differs and (5120 and 300 or 2053) or choice_depends and 100", MANY, id="mega_gate"),
         pytest.param(
             "_linear",
             "(64-64 or 272 or 2-128) and not 641 or 900-9248 or rounding and not 700",
@@ -96,7 +100,7 @@ def test_an_emulated_kernel_accesses_other_memory(checked_library: Path, tmp_pat
         pytest.param("_index", "scales or nan or chunk and True or larger_blocks", MANY, id="mqa_logits_topk"),
         pytest.param(
             "_attention",
-            "output_differs and [48- and not sizes10 or other_sizes or single_key or leak",
+            "output_differs and [48- and not sizes10 or other_sizes or single_key or leak or block_of_many and widths2",
             FEW,
             id="mega_attention",
         ),

@@ -2,7 +2,6 @@
 #include "wgmma.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include "include/cuda_runtime.h"
@@ -27,13 +26,7 @@ namespace {
 
 Group& group_of(const Thread& t) { return t.block->groups[t.index.x / 128]; }
 
-double value_of_e4m3(uint8_t code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    if ((code & 0x7f) == 0x7f) return std::numeric_limits<double>::quiet_NaN();
-    return (code & 0x80 ? -1.0 : 1.0) * std::ldexp(exponent > 0 ? 8 + mantissa : mantissa, std::max(exponent, 1) - 10);
-}
-
-// A matrix in shared memory, of bf16 or E4M3, 128 bytes a row, whose 16-byte units are exchanged by the address.
+// A matrix of bf16 in shared memory, 128 bytes a row, whose 16-byte units are exchanged by the address.
 struct Matrix {
     uint32_t start, leading, stride;
     Block* block;
@@ -50,12 +43,6 @@ struct Matrix {
         std::memcpy(&bits, block->memory + address, 2);
         return __uint_as_float(uint32_t(bits) << 16);
     }
-    double code_at(int row, int k) const {
-        uint32_t address = start + uint32_t(row / 8) * stride + uint32_t(row % 8) * 128 + uint32_t(k);
-        address ^= (address >> 7 & 7) << 4;
-        if (address + 1 > kReserved + kMostShared + kReserved) failed("wgmma: a matrix outside of shared memory");
-        return value_of_e4m3(uint8_t(block->memory[address]));
-    }
     double by_row(int row, int k) const { return at(start + uint32_t(row / 8) * stride + uint32_t(row % 8) * 128 + uint32_t(k) * 2); }
     double by_column(int k, int n) const {
         return at(start + uint32_t(n / 64) * leading + uint32_t(k / 8) * stride + uint32_t(k % 8) * 128 + uint32_t(n % 64) * 2);
@@ -64,22 +51,21 @@ struct Matrix {
 
 // What an instruction's threads gave, and its right side, read when it is carried out.
 struct Job {
-    bool a_in_registers, adds, b_transposed, codes;
-    double a[64][32];
+    bool a_in_registers, adds, b_transposed;
+    double a[64][16];
     Matrix a_matrix, b_matrix;
     std::shared_ptr<Sums> sums;
 
     void carry_out(Group& group) {
         Sums& s = *sums;
-        const int depth = codes ? 32 : 16;
-        double b[32][256];
-        for (int k = 0; k < depth; ++k)
-            for (int n = 0; n < s.columns; ++n) b[k][n] = codes ? b_matrix.code_at(n, k) : b_transposed ? b_matrix.by_column(k, n) : b_matrix.by_row(n, k);
+        double b[16][256];
+        for (int k = 0; k < 16; ++k)
+            for (int n = 0; n < s.columns; ++n) b[k][n] = b_transposed ? b_matrix.by_column(k, n) : b_matrix.by_row(n, k);
         for (int row = 0; row < 64; ++row) {
             if (!a_in_registers)
-                for (int k = 0; k < depth; ++k) a[row][k] = codes ? a_matrix.code_at(row, k) : a_matrix.by_row(row, k);
+                for (int k = 0; k < 16; ++k) a[row][k] = a_matrix.by_row(row, k);
             double total[256] = {};
-            for (int k = 0; k < depth; ++k)
+            for (int k = 0; k < 16; ++k)
                 for (int n = 0; n < s.columns; ++n) total[n] += a[row][k] * b[k][n];
             for (int n = 0; n < s.columns; ++n) s.values[row][n] = float((adds ? double(s.values[row][n]) : 0.0) + total[n]);
         }
@@ -109,7 +95,7 @@ void start_together(Product* const* threads) {
     }
     if (sums->columns != first.columns) failed("wgmma: sums of two sizes in the same registers");
     ++sums->under_way;
-    const auto job = std::make_shared<Job>(Job{first.a_in_registers, first.adds, first.b_transposed, first.codes, {}, Matrix(first.a_in_registers ? first.b_matrix : first.a_matrix),
+    const auto job = std::make_shared<Job>(Job{first.a_in_registers, first.adds, first.b_transposed, {}, Matrix(first.a_in_registers ? first.b_matrix : first.a_matrix),
                                                Matrix(first.b_matrix), sums});
     for (int t = 0; t < 128; ++t) {
         const Product& p = *threads[t];

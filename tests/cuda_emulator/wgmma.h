@@ -14,7 +14,6 @@ struct Product {
     bool a_in_registers, adds, b_transposed;
     uint32_t a[4];
     uint64_t a_matrix, b_matrix;
-    bool codes = false;  // E4M3, 32 of k, else bf16, 16
 };
 void start_product(Product& mine);
 void close_products();
@@ -52,26 +51,21 @@ void multiply(int columns, const std::array<float*, N>& c, uint64_t a, uint64_t 
                                                                        int, int, T... transposed) {                   \
         multiply(columns, c, a, b, bool(adds), transposed...);                                                        \
     }
+EMULATED_WGMMA(8)
+EMULATED_WGMMA(16)
 EMULATED_WGMMA(32)
+EMULATED_WGMMA(48)
 EMULATED_WGMMA(56)
 EMULATED_WGMMA(64)
 EMULATED_WGMMA(72)
 EMULATED_WGMMA(80)
 EMULATED_WGMMA(96)
+EMULATED_WGMMA(104)
 EMULATED_WGMMA(128)
+EMULATED_WGMMA(144)
+EMULATED_WGMMA(160)
 EMULATED_WGMMA(256)
 #undef EMULATED_WGMMA
-
-#define EMULATED_WGMMA_CODES(columns)                                                                                             \
-    template <class P>                                                                                                            \
-    void wgmma_mma_async_sync_aligned_m64n##columns##k32_f32_e4m3_e4m3(const std::array<float*, columns / 2>& c, uint64_t a, uint64_t b, \
-                                                                       P adds, int, int) {                                        \
-        Product mine{columns, side_by_side(c), false, bool(adds), false, {}, a, b, true};                                         \
-        start_product(mine);                                                                                                      \
-    }
-EMULATED_WGMMA_CODES(64)
-EMULATED_WGMMA_CODES(128)
-#undef EMULATED_WGMMA_CODES
 
 }  // namespace ptx
 }  // namespace emulated
