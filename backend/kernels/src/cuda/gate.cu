@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// mega_gate in one launch. A cluster shares k for a tile of experts and of tokens: a block's share of both is on its way to shared
-// memory from the start, or all but its last part where not all has room. Experts are the rows of the matrix instruction (m16n8k16),
-// tokens its columns. Each block adds up the logits of some tokens over the cluster and stores their scores; of the blocks with
-// scores of a token, the last to come chooses.
+// mega_gate in one launch: on Hopper gate_group.cuh and gate_many.cuh, and here what runs anywhere and for other dimensions. A cluster
+// shares k for a tile of experts and of tokens: a block's share of both is on its way to shared memory from the start, or all but its
+// last part where not all has room. Experts are the rows of the matrix instruction (m16n8k16), tokens its columns. Each block adds up
+// the logits of some tokens over the cluster and stores their scores; of the blocks with scores of a token, the last to come chooses.
 //
 // A logit is the sum of the blocks' parts in their order, a part a chain over its k: for one dimension one order, whatever the
 // tiles, which depend on the number of rows.
 #include "bodies.h"
+#include "gate_group.cuh"
 #include "gate_many.cuh"
 
-#ifndef CEDAR_GATE_LARGE
-#define CEDAR_GATE_LARGE 256 // with more rows, the largest tiles
-#endif
 #ifndef CEDAR_GATE_MANY
-#define CEDAR_GATE_MANY 2048 // from so many rows on, the instruction of warp groups, which adds in an order of its own
+#define CEDAR_GATE_MANY 1792 // from so many rows on, tiles of all experts; no fewer than 641, as they add in an order of their own
 #endif
 
 namespace cedar::cuda {
@@ -23,22 +21,6 @@ constexpr int kMostBlocks = 16, kBlockK = 32;       // k of a lane's 16 bytes an
 constexpr int kBlockBytes = kBlockK * int(sizeof(Bf16));
 constexpr int kCopyGroups = 5, kRowThreads = 8;     // parts of k that are waited for in turn; threads that copy a row
 constexpr int kMostShared = 227 * 1024;
-constexpr int kRelease = 5120;                      // the release's hidden, for which everything is a constant
-
-struct Gate {
-    cedar_mega_gate_args a;
-    float* scores;       // [T, score_stride]
-    unsigned* arrivals;  // [token tiles, blocks of a cluster], zero before and after
-    int64_t score_stride;
-    int blocks;          // of a cluster
-};
-
-// How many have arrived before. What the block's threads wrote before its barrier is visible to the block that is last.
-__device__ inline unsigned count_arrival(unsigned* arrivals) {
-    unsigned before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
-    return before;
-}
 
 // Blocks of k of a part of the `blocks` that a block of threads has.
 __host__ __device__ constexpr int64_t part_of(int64_t blocks) { return (blocks + kCopyGroups - 1) / kCopyGroups; }
@@ -68,6 +50,7 @@ template <int EM, int EW, int NT, int NW, int kBuffers, int kHidden>
 __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     using T = Tile<EM, EW, NT, NW, kBuffers>;
     extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ Candidate candidates[EW * NW][kWarp];
     __shared__ bool is_last;
     const cedar_mega_gate_args& a = gate.a;
     const int blocks = kHidden > 0 ? cluster_of(kHidden) : gate.blocks, hidden = kHidden > 0 ? kHidden : int(a.hidden);
@@ -191,12 +174,9 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     if (is_last)
         for (int t = first_chosen; t < tokens; t += EW * NW * blocks) {
             const float* scores = gate.scores + (first_token + t) * gate.score_stride;
-            const auto score = [&](int e) { return __ldcg(scores + e); };
             if (t != first_chosen) bias = bias_of(a, first_token + t);
-            if (a.experts <= 384)
-                choose<12>(a, first_token + t, bias, score, lane);
-            else
-                choose<kMostExperts / kWarp>(a, first_token + t, bias, score, lane);
+            choose_any(a, first_token + t, [&](int e) { return __ldg(bias + e); },
+                       [&](int e) { return __ldcg(reinterpret_cast<const float4*>(scores + e)); }, candidates[warp], lane);
         }
     __syncwarp();
     await_cluster();
@@ -226,6 +206,34 @@ int run(const Gate& all, void* stream) {
     return finish("mega_gate", error);
 }
 
+// Up to 256 tokens by clusters of 16 blocks, of which there are as many as a device has places for; then by clusters of 8, in the
+// tiles that need the least time: each wave of clusters takes as long as a block's rows.
+cudaError_t run_groups(const Gate& gate, void* stream) {
+    const int64_t rows = gate.a.rows;
+    if (rows <= 8) return run_group<16, 1, 8>(gate, stream);
+    if (rows <= 32) return run_group<16, 1, 32>(gate, stream);
+    if (rows <= 64) return run_group<16, 1, 64>(gate, stream);
+    if (rows <= 128) return run_group<16, 2, 64>(gate, stream);
+    if (rows <= 256) return run_group<16, 2, 128>(gate, stream);
+    static const int places = places_of_groups<8, 2, 128>();
+    const auto time = [&](int64_t tokens) {
+        const int64_t clusters = (gate.a.experts + 127) / 128 * ((rows + tokens - 1) / tokens);
+        return (clusters + places - 1) / places * (128 + tokens);
+    };
+    const int64_t small = time(80), middle = time(104), large = time(128);
+    if (small <= middle && small <= large) return run_group<8, 2, 80>(gate, stream);
+    return middle <= large ? run_group<8, 2, 104>(gate, stream) : run_group<8, 2, 128>(gate, stream);
+}
+
+cudaError_t run_most(const cedar_mega_gate_args& a, void* stream) {
+    static const int places = places_of(route_many<144>, kManyThreads, ManyTile<144>::kShared, kManyBlocks);
+    const auto time = [&](int64_t tokens) {
+        const int64_t clusters = (a.rows + 2 * tokens - 1) / (2 * tokens);
+        return (clusters + places - 1) / places * tokens;
+    };
+    return time(144) <= time(160) ? run_many<144>(a, stream) : run_many<160>(a, stream);
+}
+
 int64_t score_stride(const cedar_mega_gate_args& a) { return (a.experts + 3) / 4 * 4; }
 
 }  // namespace
@@ -241,12 +249,13 @@ int mega_gate(const cedar_mega_gate_args& a, void* stream) {
     char* workspace = static_cast<char*>(a.workspace);
     const Gate gate{a, reinterpret_cast<float*>(workspace + CEDAR_COUNTER_BYTES), reinterpret_cast<unsigned*>(workspace), score_stride(a),
                     cluster_of(a.hidden)};
-    if (a.rows >= CEDAR_GATE_MANY && fits_many(a)) return finish("mega_gate", run_many(a, stream));
+    const bool many = a.rows >= CEDAR_GATE_MANY;
+    if (has_groups() && many && fits_many(a)) return finish("mega_gate", run_most(a, stream));
+    if (has_groups() && !many && a.hidden == kRelease) return finish("mega_gate", run_groups(gate, stream));
     if (a.hidden == kRelease) {
-        if (a.rows > CEDAR_GATE_LARGE) return run<2, 6, 11, 2, 4, kRelease>(gate, stream);
+        if (a.rows > 256) return run<2, 6, 11, 2, 4, kRelease>(gate, stream);
         if (a.rows > 64) return run<3, 2, 2, 4, kCopyGroups, kRelease>(gate, stream);
-        if (a.rows > 32) return run<1, 2, 2, 4, kCopyGroups, kRelease>(gate, stream);
-        if (a.rows > 16) return run<1, 2, 1, 4, kCopyGroups, kRelease>(gate, stream);
+        if (a.rows > 16) return run<1, 2, 2, 4, kCopyGroups, kRelease>(gate, stream);
         return a.rows > 8 ? run<1, 2, 1, 2, kCopyGroups, kRelease>(gate, stream) : run<1, 2, 1, 1, kCopyGroups, kRelease>(gate, stream);
     }
     const int64_t length = a.hidden / gate.blocks;

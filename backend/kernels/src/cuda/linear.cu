@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// wo_a and mxfp8_linear: few rows (linear_few.cuh); the weight streamed once for up to 128 rows (linear_split.cuh); very many rows on Hopper, in builds with
-// CEDAR_WIDE_WGMMA, by its own matrix instruction (wide.cuh), whose sums have another order. Rounding the rows first and
+// wo_a and mxfp8_linear. Few rows by the portable matrix instruction, which begins sooner (linear_few.cuh). More on Hopper, in builds
+// with CEDAR_WIDE_WGMMA, by its own (linear_group.cuh), very many in other tiles (wide.cuh); elsewhere, and what the copy engine
+// cannot read, by the portable one (linear_split.cuh). Sums of each have an order of their own. Rounding the rows first and
 // normalising their products are launches of their own, each ready to begin when the one before it ends.
 #include "bodies.h"
 #include "linear_few.cuh"
-#include "linear_fp8.cuh"
+#include "linear_group.cuh"
 #include "moe.cuh"
 #include "wide.cuh"
 
@@ -15,11 +16,6 @@ namespace {
 #define CEDAR_LINEAR_WIDE_FROM 640
 #endif
 constexpr int64_t kWideFrom = CEDAR_LINEAR_WIDE_FROM;  // with more rows
-
-#ifndef CEDAR_LINEAR_FP8_FROM
-#define CEDAR_LINEAR_FP8_FROM 640
-#endif
-constexpr int64_t kFp8From = CEDAR_LINEAR_FP8_FROM;  // with more rows that are rounded, codes are multiplied by codes
 
 constexpr int kRowThreads = 256;
 
@@ -62,10 +58,14 @@ __global__ void __launch_bounds__(kRowThreads) norm_rows(T* y, const float* weig
 
 template <class Weight>
 cudaError_t run(const Product& p, const Weight& weight, int64_t groups, int most_parts, void* stream) {
-    if constexpr (kWideBuilt)
-        if (p.tokens > kWideFrom && has_groups() && fits_wide(p, weight, groups)) return run_wide(p, weight, groups, stream);
     const int parts = parts_for(p.out_dim, p.in_dim / Weight::kBlock, groups, most_parts);
-    return p.tokens <= kFewTokens ? run_few(p, weight, groups, parts, stream) : run_split(p, weight, groups, parts, stream);
+    if (p.tokens <= kFewTokens) return run_few(p, weight, groups, parts, stream);
+    if constexpr (kWideBuilt) {
+        if (has_groups() && p.tokens > kWideFrom && fits_wide(p, weight, groups)) return run_wide(p, weight, groups, stream);
+        // with one part, sums are to be those of tiles.cuh
+        if (most_parts > 1 && has_groups() && fits_groups(p, weight)) return run_groups(p, weight, groups, most_parts, stream);
+    }
+    return run_split(p, weight, groups, parts, stream);
 }
 
 int dispatch(const char* op, const Product& p, const void* weight, const uint8_t* scale, int64_t weight_type, int64_t groups, void* stream,
@@ -111,23 +111,19 @@ int mxfp8_linear(const cedar_mxfp8_linear_args& a, void* stream) {
     if (a.type != CEDAR_BF16) return fail(CEDAR_UNSUPPORTED, "mxfp8_linear: type %lld on a GPU", (long long)a.type);
     if (a.workspace_bytes < mxfp8_linear_workspace(a))
         return fail(CEDAR_WORKSPACE, "mxfp8_linear: workspace has %lld bytes", (long long)a.workspace_bytes);
-    const bool wide = a.out_type == CEDAR_F32;
-    Product p{static_cast<const Bf16*>(a.x), a.y, a.rows, a.in_dim, a.out_dim, a.in_dim, a.out_dim, wide, false};
-    void* const rows = static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES;
-    const bool codes = a.act_quant && a.weight_type == CEDAR_FP8_TILES && a.rows > kFp8From && has_groups() &&
-                       fits_codes(p, a.weight, a.weight_scale, rows);
-    if (a.act_quant && !codes) {
+    const Bf16* x = static_cast<const Bf16*>(a.x);
+    if (a.act_quant) {
         if (a.in_dim % 32 != 0) return fail(CEDAR_UNSUPPORTED, "mxfp8_linear: in_dim %lld on a GPU", (long long)a.in_dim);
-        Bf16* rounded = static_cast<Bf16*>(rows);
+        Bf16* rounded = reinterpret_cast<Bf16*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES);
         const int64_t vectors = a.rows * a.in_dim / 8;
         const dim3 grid(unsigned((vectors + kRowThreads - 1) / kRowThreads));
-        const cudaError_t error = launch(round_rows, grid, kRowThreads, 0, 1, stream, p.x, rounded, vectors);
+        const cudaError_t error = launch(round_rows, grid, kRowThreads, 0, 1, stream, x, rounded, vectors);
         if (error != cudaSuccess) return finish("mxfp8_linear", error);
-        p.x = rounded, p.early = true;
+        x = rounded;
     }
-    const Fp8Weight tiles{static_cast<const uint8_t*>(a.weight), a.weight_scale, a.in_dim, a.in_dim / 32};
-    const int status = codes ? finish("mxfp8_linear", run_codes(p, tiles, rows, stream))
-                             : dispatch("mxfp8_linear", p, a.weight, a.weight_scale, a.weight_type, 1, stream);
+    const bool wide = a.out_type == CEDAR_F32;
+    const Product p{x, a.y, a.rows, a.in_dim, a.out_dim, a.in_dim, a.out_dim, wide, a.act_quant != 0};
+    const int status = dispatch("mxfp8_linear", p, a.weight, a.weight_scale, a.weight_type, 1, stream);
     if (status != CEDAR_OK || a.norm_weight == nullptr) return status;
     const auto run = [&](auto* y) {
         using T = std::remove_pointer_t<decltype(y)>;

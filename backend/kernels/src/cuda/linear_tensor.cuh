@@ -17,6 +17,20 @@ __device__ inline void copy_box(void* shared, const CUtensorMap* map, int x, int
                  : "memory");
 }
 
+__device__ inline void copy_box(void* shared, const CUtensorMap* map, int x, int y, uint64_t* barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+                     shared_address(shared)),
+                 "l"(map), "r"(x), "r"(y), "r"(shared_address(barrier)), "l"(policy)
+                 : "memory");
+}
+
+__device__ inline void copy_box(void* shared, const CUtensorMap* map, int x, int y, int z, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+                     shared_address(shared)),
+                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+                 : "memory");
+}
+
 // To the same place of each of the blocks in the mask, and for the barrier at the same place there.
 __device__ inline void copy_box_to_all(void* shared, const CUtensorMap* map, int x, int y, int z, uint64_t* barrier, uint16_t blocks) {
     asm volatile(
@@ -44,6 +58,10 @@ __device__ inline void leave_together() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+
+// The same in two halves; what a thread wrote is seen behind the others' wait.
+__device__ inline void publish_to_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Four matrices of 8 x 8 bf16 whose rows are in registers, two values of row lane / 4 each, to shared memory by columns: lane
 // 8 j + i has the address of column i of matrix j.

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// mega_gate of the release's dimensions on Hopper, in one launch. A cluster shares k for a tile of experts and of tokens; one warp
+// starts the copies of a block's share of both, each warp group multiplies 64 of the experts. A block sends its logits to those of
+// the cluster that add them up, by pairs of tokens, without a barrier; they store the scores, and of the blocks with scores of the
+// same tokens the last to come chooses.
+//
+// A logit is the sum of 8 parts in their order, and a part the sum of the chains over its halves, whichever blocks have them: one
+// order whatever the tiles, which depend on the number of rows.
+#pragma once
+
+#include "gate_choose.cuh"
+#include "gate_cluster.cuh"
+#include "gate_multiply.cuh"
+
+namespace cedar::cuda {
+
+constexpr int kRelease = 5120;                     // its hidden
+constexpr int kGroupDepth = 64, kGroupSlots = 5;   // values of k of a stage: rows of 128 bytes; the stages are one chain
+constexpr int kChains = kRelease / (kGroupDepth * kGroupSlots);
+
+struct Gate {
+    cedar_mega_gate_args a;
+    float* scores;       // [T, score_stride]
+    unsigned* arrivals;  // [token tiles, blocks of a cluster], zero before and after
+    int64_t score_stride;
+    int blocks;          // of a cluster
+};
+
+// How many have arrived before. What the block's threads wrote before its barrier is visible to the block that is last.
+__device__ inline unsigned count_arrival(unsigned* arrivals) {
+    unsigned before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrivals) : "memory");
+    return before;
+}
+
+template <int kBlocks, int kGroups, int kTokens>
+struct GroupTile {
+    static constexpr int kExperts = kGroups * 64, kHalves = kChains / kBlocks;
+    static constexpr int kThreads = kGroups * 128 + (kHalves > 1 ? 4 : 1) * kWarp;  // where tokens are many, more warps choose
+    static constexpr int kStageBytes = (kExperts + kTokens) * 128;
+    static constexpr int kPairs = (kTokens / 2 + kBlocks - 1) / kBlocks;  // of tokens, that a block adds up at most
+    static constexpr int kPairItems = kGroups * 32, kItems = kPairs * kPairItems;  // 16 bytes: 2 experts of 2 tokens
+    static constexpr int kReceivedAt = kGroupSlots * kStageBytes;
+    static constexpr int kShared = 1024 + kReceivedAt + kBlocks * kItems * 16;
+    static_assert(kTokens % 8 == 0 && (kHalves == 1 || kHalves == 2) && kShared + 256 <= 227 * 1024);
+};
+
+template <int kBlocks, int kGroups, int kTokens>
+__global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads, 1)
+    route_group(const Gate gate, const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map) {
+    using T = GroupTile<kBlocks, kGroups, kTokens>;
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ uint64_t full[kGroupSlots], empty[kGroupSlots], received;
+    __shared__ bool is_last;
+    unsigned char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
+    const cedar_mega_gate_args& a = gate.a;
+    const int rank = int(blockIdx.x) % kBlocks, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int first_expert = int(blockIdx.x) / kBlocks * T::kExperts, first_token = int(blockIdx.y) * kTokens;
+    const int tokens = min(int(a.rows) - first_token, kTokens), pairs = (tokens + 1) / 2;
+    const int own_pairs = (pairs - rank + kBlocks - 1) / kBlocks;  // pairs rank, rank + kBlocks, ...; none where negative or 0
+    const bool is_copier = warp == kGroups * 4;
+    const auto fetch = [&](int step) {
+        const int slot = step % kGroupSlots, k = (rank * T::kHalves * kGroupSlots + step) * kGroupDepth;
+        unsigned char* stage = stages + slot * T::kStageBytes;
+        announce_bytes(full + slot, T::kStageBytes);
+        copy_box(stage, &weight_map, k, first_expert, full + slot);
+        copy_box(stage + T::kExperts * 128, &x_map, k, first_token, full + slot);
+    };
+    if (is_copier && lane == 0) {
+#pragma unroll
+        for (int slot = 0; slot < kGroupSlots; ++slot) init_barrier(full + slot, 1), init_barrier(empty + slot, kGroups * 4);
+        init_barrier(&received, 1);
+        publish_barriers();
+        release_shared();
+        announce_bytes(&received, uint32_t(max(own_pairs, 0)) * kBlocks * T::kPairItems * 16);
+#pragma unroll
+        for (int step = 0; step < kGroupSlots; ++step) fetch(step);
+    }
+    __syncthreads();
+    publish_to_cluster();
+    if (warp >= kGroups * 4) {
+        if (is_copier) prefetch_biases(a, first_token, tokens, lane);
+        if (T::kHalves > 1 && is_copier && lane == 0)
+#pragma unroll 1
+            for (int slot = 0; slot < kGroupSlots; ++slot) await_barrier(empty + slot, 0), fetch(kGroupSlots + slot);
+        __syncwarp();
+        await_cluster();
+    } else {
+        const int group = warp / 4;
+        float c[T::kHalves][kTokens / 2] = {};
+#pragma unroll
+        for (int half = 0; half < T::kHalves; ++half)
+#pragma unroll
+            for (int slot = 0; slot < kGroupSlots; ++slot) {
+                await_barrier(full + slot, half);
+                const unsigned char* stage = stages + slot * T::kStageBytes;
+                begin_group();
+#pragma unroll
+                for (int s = 0; s < kGroupDepth / 16; ++s)
+                    multiply_staged(c[half], matrix_of(stage + group * 64 * 128 + s * 32), matrix_of(stage + T::kExperts * 128 + s * 32));
+                close_group();
+                const int step = half * kGroupSlots + slot;
+                if (T::kHalves > 1 && step > 0 && step <= kGroupSlots) {
+                    await_groups<1>();  // the stage before has been read
+                    __syncwarp();
+                    if (lane == 0) arrive(empty + (step - 1));
+                }
+            }
+        await_groups<0>();
+#pragma unroll
+        for (int half = 0; half < T::kHalves; ++half) settle(c[half]);
+        await_cluster();
+
+        // A lane's sums are rows lane / 4 and 8 further of the warp's experts, tokens by pairs.
+        constexpr int kOwners = kBlocks / 4;  // that a lane sends to, in turn
+        const int quad = lane % 4;
+        uint32_t to[kOwners], barrier[kOwners];
+        const uint32_t place = shared_address(stages + T::kReceivedAt) + (rank * T::kItems + group * 32 + warp % 4 * 8 + lane / 4) * 16;
+#pragma unroll
+        for (int i = 0; i < kOwners; ++i) to[i] = address_in(place, i * 4 + quad), barrier[i] = address_in(shared_address(&received), i * 4 + quad);
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n) {
+            if (n * 4 + quad >= pairs) break;
+            float sum[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sum[i] = c[0][n * 4 + i];
+                if constexpr (T::kHalves > 1) sum[i] += c[1][n * 4 + i];
+            }
+            send(to[n % kOwners] + n / kOwners * T::kPairItems * 16, barrier[n % kOwners], make_float4(sum[0], sum[1], sum[2], sum[3]));
+        }
+    }
+    if (own_pairs <= 0) return;
+
+    await_barrier(&received, 0);
+    const float4* parts = reinterpret_cast<const float4*>(stages + T::kReceivedAt);
+#pragma unroll 1
+    for (int item = threadIdx.x; item < own_pairs * T::kPairItems; item += T::kThreads) {
+        float4 part[kBlocks];
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) part[block] = parts[block * T::kItems + item];
+        const auto total = [&](float float4::*x) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int block = 0; block < kBlocks; block += 3 - T::kHalves) sum += T::kHalves > 1 ? part[block].*x : part[block].*x + part[block + 1].*x;
+            return score_of(sum);
+        };
+        const int of_pair = item % T::kPairItems, expert = first_expert + of_pair / 8 * 16 + of_pair % 8;
+        const int token = 2 * (rank + item / T::kPairItems * kBlocks);
+        float* to = gate.scores + (first_token + token) * gate.score_stride + expert;
+        const auto store = [&](int further, int rows_further, float score) {
+            if (expert + further < a.experts && token + rows_further < tokens) __stcg(to + rows_further * gate.score_stride + further, score);
+        };
+        store(0, 0, total(&float4::x)), store(0, 1, total(&float4::y)), store(8, 0, total(&float4::z)), store(8, 1, total(&float4::w));
+    }
+    const auto token_of = [&](int i) { return 2 * (rank + i / 2 * kBlocks) + i % 2; };  // the block's own, by their number
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned* arrivals = gate.arrivals + int64_t(blockIdx.y) * kBlocks + rank;
+        is_last = count_arrival(arrivals) == gridDim.x / kBlocks - 1;
+        if (is_last) *arrivals = 0;
+    }
+    const float* bias = bias_of(a, first_token + min(token_of(warp), tokens - 1));  // should the block choose
+    __syncthreads();
+    if (!is_last) return;
+#pragma unroll 1
+    for (int i = warp; i < own_pairs * 2; i += T::kThreads / kWarp) {
+        const int token = token_of(i);
+        if (token >= tokens) break;
+        if (i != warp) bias = bias_of(a, first_token + token);
+        const float* scores = gate.scores + (first_token + token) * gate.score_stride;
+        choose_any(a, first_token + token, [&](int e) { return __ldg(bias + e); },
+                   [&](int e) { return __ldcg(reinterpret_cast<const float4*>(scores + e)); },
+                   reinterpret_cast<Candidate*>(stages) + warp * kWarp, lane);
+    }
+}
+
+// Has this device the instruction?
+inline bool has_groups() {
+    int device = 0, major = 0;
+    return kWideBuilt && cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
+}
+
+// Clusters that run at the same time.
+template <class... Parameters>
+int places_of(void (*kernel)(Parameters...), int threads, size_t shared, int cluster) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = unsigned(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(cluster));
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = shared;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int places = 0;
+    const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)) == cudaSuccess &&
+                       cudaOccupancyMaxActiveClusters(&places, kernel, &config) == cudaSuccess;
+    return known && places > 0 ? places : 1;
+}
+
+template <int kBlocks, int kGroups, int kTokens>
+int places_of_groups() {
+    using T = GroupTile<kBlocks, kGroups, kTokens>;
+    return places_of(route_group<kBlocks, kGroups, kTokens>, T::kThreads, size_t(T::kShared), kBlocks);
+}
+
+inline bool describe_rows(CUtensorMap& map, const void* data, int64_t rows, int64_t width, int box_rows) {
+    const cuuint64_t sizes[] = {cuuint64_t(width), cuuint64_t(rows)}, stride[] = {cuuint64_t(width) * sizeof(Bf16)};
+    const cuuint32_t box[] = {kGroupDepth, cuuint32_t(box_rows)};
+    return describe(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, data, sizes, stride, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+template <int kBlocks, int kGroups, int kTokens>
+cudaError_t run_group(const Gate& gate, void* stream) {
+    using T = GroupTile<kBlocks, kGroups, kTokens>;
+    const auto kernel = route_group<kBlocks, kGroups, kTokens>;
+    const cedar_mega_gate_args& a = gate.a;
+    CUtensorMap weight_map, x_map;
+    if (!describe_rows(weight_map, a.weight, a.experts, a.hidden, T::kExperts) ||
+        !describe_rows(x_map, a.x, a.rows, a.hidden, kTokens))
+        return cudaErrorNotSupported;
+    if constexpr (kBlocks > 8) {
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        if (error != cudaSuccess) return error;
+    }
+    const dim3 grid(unsigned((a.experts + T::kExperts - 1) / T::kExperts * kBlocks), unsigned((a.rows + kTokens - 1) / kTokens));
+    return launch(kernel, grid, T::kThreads, size_t(T::kShared), kBlocks, stream, gate, weight_map, x_map);
+}
+
+}  // namespace cedar::cuda
