@@ -1,23 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // mega_mhc in one launch. A cluster takes 8 tokens at a time; each of its warps has 32 columns of them for good, and the share of
 // fn that belongs to these columns in shared memory. What a token's columns add up to goes to the blocks that need it; a warp of its
-// own makes the coefficients meanwhile.
+// own makes the coefficients meanwhile. Where clusters have several tiles of tokens, two groups of warps take them in turn and share
+// fn: one computes while the other waits.
 //
-// A sum is that of the blocks' parts in their order, a part that of its warps' in theirs: for one dimension one order, whatever
-// the number of rows.
+// A sum is that of the blocks' parts in an order of theirs, a part that of its warps' in theirs: for one dimension one order,
+// whatever the number of rows and groups.
 #include <atomic>
 
 #include "bodies.h"
 #include "mhc_columns.cuh"
+
+#ifndef CEDAR_MHC_FEW
+#define CEDAR_MHC_FEW 1  // tiles of a cluster for one group of warps
+#endif
 
 namespace cedar::cuda {
 namespace {
 
 constexpr int kMostWarps = 10, kMostBlocks = 16;
 constexpr int kMostAlone = 512;           // blocks of a launch without clusters
-constexpr int kStages = 2;                // tiles of tokens on their way
+constexpr int kAhead = 2;                 // tiles of tokens on their way
+constexpr int kFew = CEDAR_MHC_FEW, kManyGroups = 2;
 constexpr int kGateSums = kNormSquares;   // sums that the coefficients need: the products and the squares
-constexpr int kNormSlots = 4;             // tiles whose norms may be on their way; see cross
+constexpr int kNormSlots = 4;             // a group's tiles whose norms may be on their way; see cross
 constexpr int kPartial = kSums * kTokens; // floats of a warp
 
 // How many tiles' coefficients a block may have on their way: of kReuse tiles in a row, each goes to a place of its own.
@@ -31,52 +37,83 @@ __host__ __device__ constexpr int warps_of(int hidden) {
     return (hidden / kUnit + C - 1) / C;
 }
 
-// Shared memory of a block of C with `warps` warps of columns.
-template <int C>
+// Shared memory of a block of C with G groups of `warps` warps of columns.
+template <int C, int G>
 struct Layout {
     int warps;
     __host__ __device__ int ring() const { return warps * kFnBytes; }
-    __host__ __device__ int partials() const { return ring() + warps * kStages * kStageBytes; }
-    __host__ __device__ int norms() const { return partials() + 2 * warps * kPartial * int(sizeof(float)); }
-    __host__ __device__ int gates() const { return norms() + kNormSlots * C * kTokens * int(sizeof(float)); }
+    __host__ __device__ int partials() const { return ring() + warps * kAhead * kStageBytes; }
+    __host__ __device__ int norms() const { return partials() + kAhead * warps * kPartial * int(sizeof(float)); }
+    __host__ __device__ int gates() const { return norms() + G * kNormSlots * C * kTokens * int(sizeof(float)); }
     __host__ __device__ int barriers() const { return gates() + kReuse<C> * kGateSums * kTokens * int(sizeof(float)); }
-    __host__ __device__ int bytes() const { return barriers() + (kNormSlots + 2 * kGateSlots<C>) * int(sizeof(uint64_t)); }
+    __host__ __device__ int bytes() const { return barriers() + (G * (kNormSlots + 1) + 2 * kGateSlots<C>) * int(sizeof(uint64_t)); }
 };
+
+// ---- sums of four tokens on their way to a block ----
+
+// A block alone stores them and arrives, because its launch need not be one of clusters; others send.
+template <int C>
+__device__ constexpr int arrivals(int sums) {
+    return C == 1 ? 1 + 2 * sums : 1;
+}
+
+template <int C>
+__device__ inline void expect_sums(uint64_t* full, int sums) {
+    if (C == 1)
+        arrive(full);
+    else
+        expect_bytes(full, C * sums * kTokens * sizeof(float));
+}
+
+template <int C>
+__device__ inline void send_sums(float* place, uint64_t* full, int there, float4 total) {
+    if (C == 1) {
+        *reinterpret_cast<float4*>(place) = total;
+        arrive(full);
+    } else {
+        send(address_in(shared_address(place), there), address_in(shared_address(full), there), total);
+    }
+}
 
 // ---- a block ----
 
-// Tile n of a cluster is finished after tile n + 1 has been sent. So a block sends tile n + 4 when tile n + 2 of all blocks has
-// come, and they have sent that after the last look at their norms of tile n: kNormSlots. Likewise kReuse for the coefficients,
-// whose warp says when it has read them: a block sends tile n + kReuse - 2 only then.
-// kHidden: 0 where only the call knows it.
-template <int C, int kHidden>
-__global__ void __launch_bounds__((kMostWarps + 1) * kWarp, 1) cross(const cedar_mega_mhc_args a, const int most_warps) {
+// Group g of G takes tiles g, g + G, ... of the cluster; the groups of the same number in its blocks go together, apart from others.
+//
+// Its tile n is finished after tile n + G has been sent. So a block sends its tile n + 4 G when tile n + 2 G of all blocks has come,
+// and they have sent that after the last look at their norms of tile n: kNormSlots. Likewise kReuse for the coefficients, whose
+// warp says when it has read them: a block sends tile n + kReuse - 2 G only then.
+// kHidden: see Columns.
+template <int C, int kHidden, int G>
+__global__ void __launch_bounds__((G * kMostWarps + 1) * kWarp, 1) cross(const cedar_mega_mhc_args a, const uint32_t most_warps) {
+    static_assert(kReuse<C> % G == 0, "a place of coefficients is one group's");
+    constexpr int kStages = kAhead / G, kFnParts = kStreams / G;  // of a group
     extern __shared__ __align__(128) unsigned char memory[];
-    const int warps = kHidden > 0 ? warps_of<C>(kHidden) : most_warps;
-    const Layout<C> layout{warps};
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, rank = int(blockIdx.x) % C, clusters = int(gridDim.x) / C;
-    float* norms = reinterpret_cast<float*>(memory + layout.norms());
+    const uint32_t warps = kHidden > 0 ? warps_of<C>(kHidden) : most_warps;
+    const Layout<C, G> layout{int(warps)};
+    const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, rank = blockIdx.x % C, clusters = gridDim.x / C;
     float* gates = reinterpret_cast<float*>(memory + layout.gates());
-    uint64_t* norms_full = reinterpret_cast<uint64_t*>(memory + layout.barriers());
-    uint64_t *gates_full = norms_full + kNormSlots, *gates_read = gates_full + kGateSlots<C>;
-    const int tiles = int((a.rows + kTokens - 1) / kTokens), first_tile = int(blockIdx.x) / C;
-    const int count = (tiles - first_tile + clusters - 1) / clusters;
-    const auto row_of = [&](int n) { return uint32_t((first_tile + n * clusters) * kTokens + lane / 4); };
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + layout.barriers());
+    uint64_t *gates_full = barriers + G * kNormSlots, *gates_read = gates_full + kGateSlots<C>, *partials_read = gates_read + kGateSlots<C>;
+    const uint32_t tiles = uint32_t((a.rows + kTokens - 1) / kTokens), first_tile = blockIdx.x / C;
+    const uint32_t count = (tiles - first_tile + clusters - 1) / clusters;
+    const auto row_of = [&](uint32_t n) { return (first_tile + n * clusters) * kTokens + lane / 4; };
 
-    if (warp == warps) {  // the coefficients of every C-th tile of the cluster
+    if (warp == G * warps) {  // the coefficients of every C-th tile of the cluster
         if (lane == 0) {
-            for (int i = 0; i < kNormSlots + 2 * kGateSlots<C>; ++i) start_barrier(norms_full + i);
+            for (int i = 0; i < G * kNormSlots; ++i) start_barrier(barriers + i, arrivals<C>(1));
+            for (int i = 0; i < kGateSlots<C>; ++i) start_barrier(gates_full + i, arrivals<C>(kGateSums)), start_barrier(gates_read + i);
+            for (int i = 0; i < G; ++i) start_barrier(partials_read + i, warps);
             publish_barriers();
         }
         __syncwarp();
         arrive_at_cluster();
-        if (a.fn != nullptr) {
+        if (kHidden > 0 || a.fn != nullptr) {
             const int i = lane % 4, token = lane / 4;
             const GateScales scales(a, i);
             await_cluster();
-            for (int use = 0; use * C + rank < count; ++use) {
-                const int slot = use % kGateSlots<C>, phase = use / kGateSlots<C>;
-                if (lane == 0) expect_bytes(gates_full + slot, C * kGateSums * kTokens * sizeof(float));
+            for (uint32_t use = 0; use * C + rank < count; ++use) {
+                const uint32_t slot = use % kGateSlots<C>, phase = use / kGateSlots<C>;
+                if (lane == 0) expect_sums<C>(gates_full + slot, kGateSums);
                 await_phase(gates_full + slot, phase);
                 const float* parts = gates + slot * C * kGateSums * kTokens + token;
                 float sums[2 + kStreams] = {}, square = 0.0f;
@@ -95,89 +132,107 @@ __global__ void __launch_bounds__((kMostWarps + 1) * kWarp, 1) cross(const cedar
             await_cluster();
         }
     } else {
-        const int unit = rank * warps + warp;
-        const Columns<kHidden> columns{a, unit * kUnit + lane % 4 * kVector, lane, kHidden > 0 || unit * kUnit < int(a.hidden)};
+        const uint32_t group = G == 1 ? 0 : warp / warps, group_warp = warp - group * warps, unit = rank * warps + group_warp;
+        const uint32_t thread = threadIdx.x - group * warps * kWarp, threads = warps * kWarp;  // the group's
+        const Columns<kHidden> columns{a, unit * kUnit + lane % 4 * kVector, lane, kHidden > 0 || unit * kUnit < uint32_t(a.hidden)};
         const float inverse = 1.0f / float(columns.hidden()), norm_eps = float(a.norm_eps);
-        unsigned char *fn = memory + warp * kFnBytes, *ring = memory + layout.ring() + warp * kStages * kStageBytes;
-        const auto fetch = [&](int n) {
-            if (n < count) columns.fetch(row_of(n), ring + n % kStages * kStageBytes);
+        unsigned char *fn = memory + group_warp * kFnBytes, *ring = memory + layout.ring() + warp * kStages * kStageBytes;
+        float* const norms = reinterpret_cast<float*>(memory + layout.norms()) + group * kNormSlots * C * kTokens;
+        uint64_t* const norms_full = barriers + group * kNormSlots;
+        const auto fetch = [&](uint32_t n) {
+            if (n < count) columns.fetch(row_of(n), ring + n / G % kStages * kStageBytes);
             close_copies();
         };
-        fetch(0);
+        fetch(group);
 #pragma unroll
-        for (int i = 0; i < kStreams; ++i) {
-            if (a.fn != nullptr && columns.inside)
+        for (int part = 0; part < kFnParts; ++part) {
+            const int i = group * kFnParts + part;
+            if (columns.mixes() && columns.inside)
                 fetch_fn(a.fn + i * columns.hidden() + unit * kUnit, columns.hidden(), fn + i * kFnStream, lane);
             close_copies();
         }
-        for (int n = 1; n < kStages; ++n) fetch(n);
+        for (uint32_t n = 1; n < kStages; ++n) fetch(group + n * G);
         float weight[kVector] = {};
-        if (a.norm_weight != nullptr && columns.inside) load_pack(a.norm_weight + columns.column, weight);
+        const auto load_weight = [&] {
+            if (columns.norms() && columns.inside) load_pack(a.norm_weight + columns.column, weight);
+        };
+        if (G == 1) load_weight();
         __syncwarp();
         arrive_at_cluster();
-        uint4 streams[kStreams];
-        float pre[kStreams];
-        const auto take = [&](int n) {  // the tile that has come
+        uint4 streams[kStreams] = {};
+        float pre[kStreams] = {};
+        const auto take = [&](uint32_t n) {  // the tile that has come
             __syncwarp();
-            columns.cross(row_of(n), ring + n % kStages * kStageBytes, streams, pre);
+            columns.cross(row_of(n), ring + n / G % kStages * kStageBytes, streams, pre);
             __syncwarp();
-            fetch(n + kStages);
+            fetch(n + kAhead);
         };
-        const auto split = [&](int i) {
+        const auto split = [&](int part) {
             __syncwarp();
-            if (a.fn != nullptr && columns.inside) split_fn(fn + i * kFnStream, lane);
+            if (columns.mixes() && columns.inside) split_fn(fn + (group * kFnParts + part) * kFnStream, lane);
         };
-        await_copies<kStages + 3>(), take(0);
-        await_copies<kStages + 3>(), split(0);
-        await_copies<kStages + 2>(), split(1);
-        await_copies<kStages + 1>(), split(2);
-        await_copies<kStages>(), split(3);
+        await_copies<kStages + kFnParts - 1>(), take(group);
+        await_copies<kStages + kFnParts - 1>(), split(0);
+        await_copies<kStages + kFnParts - 2>(), split(1);
+        if constexpr (G == 1) {
+            await_copies<kStages + 1>(), split(2);
+            await_copies<kStages>(), split(3);
+        } else {
+            meet(G * threads, G + 1);
+        }
         await_cluster();
 
         uint4 before = {}, collapsed = {};  // of the tile that is not finished yet
-        const auto finish = [&](int n) {
-            const int slot = n % kNormSlots;
-            await_phase(norms_full + slot, n / kNormSlots);
-            if (a.norm_weight == nullptr) return;
-            const float* parts = norms + slot * C * kTokens + lane / 4;
-            float total = 0.0f;
+        const auto finish = [&](uint32_t n) {
+            const uint32_t slot = n / G % kNormSlots;
+            if (G > 1) load_weight();  // each time: registers are scarce
+            await_phase(norms_full + slot, n / G / kNormSlots);
+            if (!columns.norms()) return;
+            constexpr uint32_t kLanes = C < 4 ? 1 : 4, kParts = C / kLanes;  // of a token: each has parts to add
+            const float* parts = norms + (slot * C + lane % kLanes * kParts) * kTokens + lane / 4;
+            float total = parts[0];
 #pragma unroll
-            for (int block = 0; block < C; ++block) total += parts[block * kTokens];
+            for (uint32_t part = 1; part < kParts; ++part) total += parts[part * kTokens];
+            total = sum_lanes(total, kLanes);
             columns.write_normed(row_of(n), before, weight, rsqrtf(fmaf(total, inverse, norm_eps)));
         };
-        const int threads = warps * kWarp;
-        for (int n = 0; n < count; ++n) {
-            float* partials = reinterpret_cast<float*>(memory + layout.partials()) + n % 2 * warps * kPartial;
-            columns.add_up(streams, pre, fn, partials + warp * kPartial, collapsed);
-            if (threadIdx.x == 0) {
-                expect_bytes(norms_full + n % kNormSlots, C * kTokens * sizeof(float));
-                const int read = n - (kReuse<C> - 2);
-                if (a.fn != nullptr && read >= 0 && read % C == rank) await_phase(gates_read + read / C % kGateSlots<C>, read / kReuse<C>);
+        uint32_t n = group;
+        for (; n < count; n += G) {
+            const uint32_t norm_slot = n / G % kNormSlots;
+            float* partials = reinterpret_cast<float*>(memory + layout.partials()) + n % kAhead * warps * kPartial;
+            if (kStages == 1 && n >= G) await_phase(partials_read + group, n / G - 1);  // there is one place for two tiles' sums
+            columns.add_up(streams, pre, fn, partials + group_warp * kPartial, collapsed);
+            if (thread == 0) {
+                expect_sums<C>(norms_full + norm_slot, 1);
+                const uint32_t read = n - (kReuse<C> - 2 * G);
+                if (columns.mixes() && n >= kReuse<C> - 2 * G && read % C == rank) await_phase(gates_read + read / C % kGateSlots<C>, read / kReuse<C>);
             }
-            meet(threads);
+            meet(threads, 1 + group);
             // Four tokens of a sum and where it goes: products and squares to the block whose turn it is, a norm's to every block.
-            for (int item = threadIdx.x; item < 2 * (C + kGateSums); item += threads) {
-                const int to = item / 2 - kGateSums, half = item % 2 * 4, sum = to < 0 ? item / 2 : kNormSquares;
-                if (to < 0 && a.fn == nullptr) continue;
+            for (uint32_t item = thread; item < 2 * (C + kGateSums); item += threads) {
+                const bool gate = item < 2 * kGateSums;
+                const uint32_t half = item % 2 * 4, sum = gate ? item / 2 : kNormSquares;
+                if (gate && !columns.mixes()) continue;
                 float4 total = {};
 #pragma unroll
-                for (int w = 0; w < kMostWarps; ++w) {
+                for (uint32_t w = 0; w < kMostWarps; ++w) {
                     if (w >= warps) break;
                     const float4 x = *reinterpret_cast<const float4*>(partials + w * kPartial + sum * kTokens + half);
                     total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
                 }
-                const int slot = n / C % kGateSlots<C>;
-                const float* place = to < 0 ? gates + ((slot * C + rank) * kGateSums + sum) * kTokens + half
-                                            : norms + (n % kNormSlots * C + rank) * kTokens + half;
-                const uint64_t* full = to < 0 ? gates_full + slot : norms_full + n % kNormSlots;
-                const int there = to < 0 ? n % C : to;
-                send(address_in(shared_address(place), there), address_in(shared_address(full), there), total);
+                const uint32_t slot = n / C % kGateSlots<C>;
+                float* place = gate ? gates + ((slot * C + rank) * kGateSums + sum) * kTokens + half : norms + (norm_slot * C + rank) * kTokens + half;
+                send_sums<C>(place, gate ? gates_full + slot : norms_full + norm_slot, gate ? n % C : item / 2 - kGateSums, total);
             }
-            if (n > 0) finish(n - 1);
+            if constexpr (kStages == 1) {
+                __syncwarp();
+                if (lane == 0) arrive(partials_read + group);
+            }
+            if (n >= G) finish(n - G);
             before = collapsed;
-            if (n + 1 < count) await_copies<kStages - 1>(), take(n + 1);
+            if (n + G < count) await_copies<kStages - 1>(), take(n + G);
         }
-        finish(count - 1);
+        if (n > group) finish(n - G);
     }
     __syncwarp();
     arrive_at_cluster();  // nobody leaves before what was sent to it has come, nor while others send
@@ -187,7 +242,7 @@ __global__ void __launch_bounds__((kMostWarps + 1) * kWarp, 1) cross(const cedar
 // ---- host ----
 
 // Clusters that the device runs at once, asked once.
-template <int C, int kHidden>
+template <int C, int kHidden, int G>
 cudaError_t clusters_at_once(const cudaLaunchConfig_t& config, int warps, int& clusters) {
     constexpr int kMostDevices = 64;
     static std::atomic<int> known[kMostDevices][kMostWarps + 1];
@@ -196,14 +251,14 @@ cudaError_t clusters_at_once(const cudaLaunchConfig_t& config, int warps, int& c
     std::atomic<int>& place = known[device % kMostDevices][warps];
     clusters = place.load(std::memory_order_relaxed);
     if (clusters > 0) return cudaSuccess;
-    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, cross<C, kHidden>, &config);
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, cross<C, kHidden, G>, &config);
     if (error == cudaSuccess) place.store(clusters, std::memory_order_relaxed);
     return error;
 }
 
-template <int C, int kHidden>
+template <int C, int kHidden, int G = 1>
 int run(const cedar_mega_mhc_args& a, void* stream) {
-    const auto kernel = cross<C, kHidden>;
+    const auto kernel = cross<C, kHidden, G>;
     const int warps = warps_of<C>(int(a.hidden));
     const int64_t tiles = (a.rows + kTokens - 1) / kTokens;
     cudaLaunchAttribute attribute;
@@ -212,17 +267,19 @@ int run(const cedar_mega_mhc_args& a, void* stream) {
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(C);
-    config.blockDim = dim3(unsigned(warps + 1) * kWarp);
-    config.dynamicSmemBytes = size_t(Layout<C>{warps}.bytes());
+    config.blockDim = dim3(unsigned(G * warps + 1) * kWarp);
+    config.dynamicSmemBytes = size_t(Layout<C, G>{warps}.bytes());
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &attribute;
     config.numAttrs = 1;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<C>{kMostWarps}.bytes());
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<C, G>{kMostWarps}.bytes());
     if (error == cudaSuccess && C > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     int clusters = kMostAlone;
-    if (error == cudaSuccess && C > 1) error = clusters_at_once<C, kHidden>(config, warps, clusters);
+    if (error == cudaSuccess && C > 1) error = clusters_at_once<C, kHidden, G>(config, warps, clusters);
     if (error != cudaSuccess) return finish("mega_mhc", error);
     if (clusters == 0) return fail(CEDAR_UNSUPPORTED, "mega_mhc: this GPU has no room for a cluster of %d blocks", C);
+    if constexpr (kHidden > 0 && G == 1)
+        if (tiles > kFew * clusters) return run<C, kHidden, kManyGroups>(a, stream);
     config.gridDim = dim3(unsigned(tiles < clusters ? tiles : clusters) * C);
     return finish("mega_mhc", cudaLaunchKernelEx(&config, kernel, a, warps));
 }
@@ -236,7 +293,8 @@ int mega_mhc(const cedar_mega_mhc_args& a, void* stream) {
     if (a.type != CEDAR_BF16 || a.hc != kStreams || a.hidden % kUnit != 0 || a.hidden > kMostHidden)
         return fail(CEDAR_UNSUPPORTED, "mega_mhc: on a GPU type bf16, hc 4 and hidden a multiple of %d up to %d; got type %lld, hc %lld, hidden %lld", kUnit,
                     kMostHidden, (long long)a.type, (long long)a.hc, (long long)a.hidden);
-    if (a.hidden == kMostHidden) return run<kMostBlocks, kMostHidden>(a, stream);
+    const bool whole = a.output != nullptr && a.fn != nullptr && a.norm_weight != nullptr;
+    if (a.hidden == kMostHidden && whole) return run<kMostBlocks, kMostHidden>(a, stream);
     return a.hidden <= kMostWarps * kUnit ? run<1, 0>(a, stream) : run<kMostBlocks, 0>(a, stream);
 }
 

@@ -16,8 +16,8 @@ __device__ inline uint32_t address_in(uint32_t address, int rank) {
     return there;
 }
 
-__device__ inline void start_barrier(uint64_t* barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ inline void start_barrier(uint64_t* barrier, int arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 // Before the cluster's first barrier: the others see what start_barrier did.
@@ -78,6 +78,6 @@ __device__ inline void store_16(void* to, uint4 x) {
 }
 
 // A barrier of some of a block's warps.
-__device__ inline void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+__device__ inline void meet(int threads, int barrier = 1) { asm volatile("bar.sync %1, %0;" ::"r"(threads), "r"(barrier) : "memory"); }
 
 }  // namespace cedar::cuda

@@ -7,6 +7,10 @@
 #include "mhc_cluster.cuh"
 #include "mhc_gates.cuh"
 
+#ifndef CEDAR_MHC_PROMOTION
+#define CEDAR_MHC_PROMOTION "128B"
+#endif
+
 namespace cedar::cuda {
 
 constexpr int kTokens = 8, kUnit = 32;  // columns of a warp
@@ -63,48 +67,61 @@ __device__ inline void split_fn(unsigned char* fn, int lane) {
     }
 }
 
+// A copy of 16 bytes of a line whose other half a neighbouring warp copies.
+__device__ inline void copy_stream(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global.L2::" CEDAR_MHC_PROMOTION " [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+// A copy of 16 bytes that all warps of the block copy.
+__device__ inline void copy_coefficients(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
 // ---- a warp's columns of one tile: lane 4 g + q has columns 8 q .. 8 q + 7 of token g ----
 
 __device__ inline uint32_t& part(uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
+// kHidden > 0: the width, and no part of the boundary is left out. 0: only the call knows.
 template <int kHidden>
 struct Columns {
     const cedar_mega_mhc_args& a;
-    int column, lane;  // column: the lane's first
-    bool inside;       // the warp has columns
-    __device__ int hidden() const { return kHidden > 0 ? kHidden : int(a.hidden); }
+    uint32_t column, lane;  // column: the lane's first
+    bool inside;            // the warp has columns
+    __device__ uint32_t hidden() const { return kHidden > 0 ? kHidden : uint32_t(a.hidden); }
+    __device__ bool expands() const { return kHidden > 0 || a.output != nullptr; }
+    __device__ bool mixes() const { return kHidden > 0 || a.fn != nullptr; }
+    __device__ bool norms() const { return kHidden > 0 || a.norm_weight != nullptr; }
     __device__ bool has(uint32_t row) const { return row < uint32_t(a.rows) && inside; }
-    // A row's place in a tensor: one multiplication, because rows and widths are 32 bits.
-    template <class T>
-    __device__ static T* row_of(T* tensor, uint32_t row, int width) {
-        return tensor + uint64_t(row) * uint32_t(width);
+    // The lane's place in a row of a tensor of bf16.
+    __device__ unsigned char* place(const void* tensor, uint32_t row, uint32_t width) const {
+        unsigned char* first = static_cast<unsigned char*>(const_cast<void*>(tensor)) + column * uint32_t(sizeof(Bf16));
+        return first + uint64_t(row) * (width * uint32_t(sizeof(Bf16)));
     }
 
+    // Behind the last row the last once more: what comes of it is nowhere stored.
     __device__ void fetch(uint32_t row, unsigned char* stage) const {
-        if (!has(row)) return;
-        const int quad = lane % 4;
-        const Bf16* streams = row_of(static_cast<const Bf16*>(a.streams) + column, row, kStreams * hidden());
+        if (!inside) return;
+        row = min(row, uint32_t(a.rows) - 1);
+        const uint32_t quad = lane % 4;
+        const unsigned char* streams = place(a.streams, row, kStreams * hidden());
 #pragma unroll
-        for (int i = 0; i < kStreams; ++i) copy_16(stage + (i * kWarp + lane) * 16, streams + i * hidden());
-        unsigned char* coefficients = stage + kPieces + lane / 4 * kCoefficients;
-        if (a.norm_weight != nullptr && quad == 0) copy_16(coefficients, row_of(a.pre, row, kStreams));
-        if (a.output == nullptr) return;
-        copy_16(stage + (kStreams * kWarp + lane) * 16, row_of(static_cast<const Bf16*>(a.output) + column, row, hidden()));
-        if (quad == 1) copy_16(coefficients + 16, row_of(a.post, row, kStreams));
-        copy_16(coefficients + 32 + quad * 16, row_of(a.comb + quad * kStreams, row, kCells));
+        for (int i = 0; i < kStreams; ++i) copy_stream(stage + (i * kWarp + lane) * 16, streams + i * hidden() * sizeof(Bf16));
+        unsigned char* coefficients = stage + kPieces + lane / 4 * kCoefficients + quad * 16;
+        if (quad == 0 ? norms() : quad == 1 && expands()) copy_coefficients(coefficients, (quad == 0 ? a.pre : a.post) + uint64_t(row) * kStreams);
+        if (!expands()) return;
+        copy_stream(stage + (kStreams * kWarp + lane) * 16, place(a.output, row, hidden()));
+        copy_coefficients(coefficients + 32, a.comb + uint64_t(row) * kCells + quad * kStreams);
     }
 
     // The new streams, stored; `pre` for what follows. The stage may be overwritten when all lanes have come back.
     __device__ void cross(uint32_t row, const unsigned char* stage, uint4 (&streams)[kStreams], float (&pre)[kStreams]) const {
-#pragma unroll
-        for (int i = 0; i < kStreams; ++i) streams[i] = make_uint4(0, 0, 0, 0), pre[i] = 0.0f;
-        if (!has(row)) return;
+        if (!inside) return;
         const uint4* pieces = reinterpret_cast<const uint4*>(stage) + lane;
         const float* coefficients = reinterpret_cast<const float*>(stage + kPieces + lane / 4 * kCoefficients);
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) streams[i] = pieces[i * kWarp];
-        if (a.norm_weight != nullptr) load_pack(coefficients, pre);
-        if (a.output == nullptr) return;
+        if (norms()) load_pack(coefficients, pre);
+        if (!expands()) return;
         uint4 output = pieces[kStreams * kWarp];
         float post[kStreams], comb[kStreams][kStreams];
         load_pack(coefficients + kStreams, post);
@@ -124,9 +141,10 @@ struct Columns {
                 part(streams[j], v) = pack(low, high);
             }
         }
-        Bf16* to = row_of(static_cast<Bf16*>(a.new_streams) + column, row, kStreams * hidden());
+        if (row >= uint32_t(a.rows)) return;
+        unsigned char* to = place(a.new_streams, row, kStreams * hidden());
 #pragma unroll
-        for (int j = 0; j < kStreams; ++j) store_16(to + j * hidden(), streams[j]);
+        for (int j = 0; j < kStreams; ++j) store_16(to + j * hidden() * sizeof(Bf16), streams[j]);
     }
 
     // This warp's sums of every token, and what the token collapses to.
@@ -145,11 +163,11 @@ struct Columns {
             const float2 kept = unpack(part(collapsed, v));
             norm_square = fmaf(kept.x, kept.x, norm_square), norm_square = fmaf(kept.y, kept.y, norm_square);
         }
-        const int group = lane / 4, quad = lane % 4;
+        const uint32_t group = lane / 4, quad = lane % 4;
         const float square = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]), 4);
         norm_square = sum_lanes(norm_square, 4);
         if (quad == 0) partial[kSquares * kTokens + group] = square, partial[kNormSquares * kTokens + group] = norm_square;
-        if (a.fn == nullptr) return;
+        if (!mixes()) return;
         float c[3][4] = {};
         const uint4* rows = reinterpret_cast<const uint4*>(fn) + lane;
         if (inside) {
@@ -177,7 +195,7 @@ struct Columns {
             const float2 y = unpack(part(collapsed, v));
             part(collapsed, v) = pack(y.x * factor * weight[2 * v], y.y * factor * weight[2 * v + 1]);
         }
-        store_16(row_of(static_cast<Bf16*>(a.normed) + column, row, hidden()), collapsed);
+        store_16(place(a.normed, row, hidden()), collapsed);
     }
 };
 
