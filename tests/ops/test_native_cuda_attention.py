@@ -114,12 +114,15 @@ def test_the_output_differs_from_the_formula(rows: int, sizes: tuple[int, int, i
         (SMALL, (128, 128)),
         ((70, 512, 16), (64, 100)),
         ((1, 512, 1), (128, 9)),
+        ((64, 512, 256), (0, 512)),
+        ((64, 512, 32), (65, 4500)),
     ],
 )
 def test_a_block_of_many_rows_mixes_them(sizes: tuple[int, int, int], widths: tuple[int, ...]) -> None:
     x = case(MANY, sizes, widths)
     for index in x.indices:
         index[::5] = 0  # between rows with keys, rows without
+    x.indices[-1][1::3, 64:] = 0  # and rows with fewer tiles
     out = x.run()
     assert_close(out, x.expected(), 8e-3)
     order = torch.randperm(MANY, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
@@ -130,7 +133,7 @@ def test_a_block_of_many_rows_mixes_them(sizes: tuple[int, int, int], widths: tu
 
 
 @pytest.mark.parametrize("sizes", [RELEASE, SMALL])
-@pytest.mark.parametrize("rows", [641, 2000])
+@pytest.mark.parametrize("rows", [129, 512, 2000])
 def test_a_row_of_many_differs_from_the_formula(rows: int, sizes: tuple[int, int, int]) -> None:
     x = case(rows, sizes, (128, 512))
     some = slice(None, None, rows // 20)
@@ -174,6 +177,27 @@ def test_a_row_depends_on_its_batch_or_on_masked_columns(sizes: tuple[int, int, 
         assert torch.equal(replace(x, indices=wider).run(), x.run())
     for _ in range(20):
         assert torch.equal(x.run(), x.run())
+
+
+@pytest.mark.parametrize(("widths", "spread"), [((128, 512), 1.0), ((128, 512), 30.0), ((128,), 1.0), ((128, 512), 1e-2)])
+@pytest.mark.parametrize("rows", [17, 48, 128])
+def test_a_row_of_few_has_other_bits_in_a_batch(rows: int, widths: tuple[int, ...], spread: float) -> None:
+    """Up to 16 rows are cut over more blocks than those of a batch."""
+    x = case(rows, RELEASE, widths, spread=spread)
+    index = torch.cat(x.indices, 1)
+    for row in range(rows):  # of row 0 all tiles have keys, of others a part, in other places, and of row 5 none
+        for tile in range(index.shape[1] // 64):
+            if row % 16 == 5 or (row % 16 > 1 and row * 7 >> tile % 6 & 1):
+                index[row, tile * 64 : (tile + 1) * 64] = 0
+    index[::3, :64] = index[::3, :64].clamp_min(1)  # a tile without masked keys
+    parts = index.split(list(widths), 1)
+    x = replace(x, indices=tuple(part.contiguous() for part in parts))
+    together = x.run()
+    assert_close(together[:17], x.rows(slice(0, 17)).expected(), 8e-3)
+    for step in (1, 8, 16):
+        for start in range(0, min(rows, 48), step):
+            part = slice(start, min(start + step, rows))
+            assert torch.equal(x.rows(part).run(), together[part])
 
 
 @pytest.mark.parametrize("sizes", [RELEASE, SMALL])

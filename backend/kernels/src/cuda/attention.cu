@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // mega_attention in one launch. A cluster of blocks takes a row and 64 of its heads, which are the rows of the matrix
 // instructions: every key is read once. The row's tiles of 64 keys that hold any are dealt out to the cluster's blocks in turn.
-// Where rows are very many, a block takes all tiles of a row, and one row after another.
+// Where rows are very many, a block takes all tiles of a row, and one row after another. Where they are few, a cluster of eight
+// blocks makes the sums of the cluster of two (attention_few.cuh).
 //
-// In a block, two warpgroups decode records into bf16 tiles in shared memory, which hold the keys and, read the other way, the
-// values. Two others each own half of the dimensions: their halves of the scores' sums are exchanged through shared memory, so
-// that both have all scores and the same maxima, and their probabilities never leave registers. At the end block r of a cluster
-// gets the other blocks' sums of the r'th part of the dimensions and finishes those. A row's sums thus depend on its own keys
-// alone: not on other rows but for whether they are very many, nor on masked columns.
+// In a block of a cluster, two warpgroups decode records into bf16 tiles in shared memory, which hold the keys and, read the
+// other way, the values. Two others each own half of the dimensions: their halves of the scores' sums are exchanged through
+// shared memory, so that both have all scores and the same maxima, and their probabilities never leave registers. At the end
+// block r of a cluster gets the other blocks' sums of the r'th part of the dimensions and finishes those. A row's sums thus
+// depend on its own keys alone: not on other rows but for whether they are very many, nor on masked columns.
 #include <algorithm>
 
+#include "attention_few.cuh"
 #include "attention_reader.cuh"
 #include "attention_writer.cuh"
 #include "bodies.h"
@@ -17,8 +19,17 @@
 namespace cedar::cuda {
 namespace attention {
 
-constexpr int kParts = 2;              // blocks of a cluster
-constexpr int64_t kClusterRows = 640;  // with more rows, one block a row keeps all multiprocessors busy
+#ifndef CEDAR_ATTENTION_CLUSTER_ROWS
+#define CEDAR_ATTENTION_CLUSTER_ROWS 128
+#endif
+#ifndef CEDAR_ATTENTION_FEW
+#define CEDAR_ATTENTION_FEW 16
+#endif
+
+constexpr int kParts = 2;                                       // blocks of a cluster
+constexpr int64_t kClusterRows = CEDAR_ATTENTION_CLUSTER_ROWS;  // with more rows, one block a row keeps all multiprocessors busy
+constexpr int64_t kFewUnits = CEDAR_ATTENTION_FEW;              // a cluster of eight each has a multiprocessor for every block
+static_assert(kFewParts == kParts, "the same sums");
 
 template <int D, int Parts>
 __global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention_args a, int units) {
@@ -52,6 +63,11 @@ template <int D>
 cudaError_t run(const cedar_mega_attention_args& a, void* stream) {
     const int64_t units = a.rows * ((a.heads + kHeads - 1) / kHeads);
     constexpr size_t kShared = sizeof(Memory<D>);
+    if constexpr (D == kFewDim) {
+        const Tiles tiles(a);
+        if (units <= kFewUnits && tiles.window <= kFewParts && tiles.all <= kFewParts * kFewTiles)
+            return launch(attend_few, dim3(unsigned(units * kFewBlocks)), kThreads, sizeof(FewMemory), kFewBlocks, stream, a);
+    }
     if (a.rows <= kClusterRows)
         return launch(attend<D, kParts>, dim3(unsigned(units * kParts)), kThreads, kShared, kParts, stream, a, int(units));
     int device = 0, processors = 0;

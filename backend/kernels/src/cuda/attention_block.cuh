@@ -92,7 +92,7 @@ struct Unit {
 
 // Tiles of window records come first, then those of entries.
 struct Tiles {
-    __device__ explicit Tiles(const cedar_mega_attention_args& a)
+    __host__ __device__ explicit Tiles(const cedar_mega_attention_args& a)
         : window(int((a.window_width + kTileRows - 1) / kTileRows)),
           all(window + (a.entries == nullptr ? 0 : int((a.entry_width + kTileRows - 1) / kTileRows))) {}
     int window, all;

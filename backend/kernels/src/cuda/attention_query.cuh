@@ -22,13 +22,14 @@ __device__ inline uint32_t turn_pair(uint32_t pair, float c, float s) {
     return *reinterpret_cast<const uint32_t*>(&y);
 }
 
-// The query on its way to its tile, and there as the products need it: rotated, and units in their order. The readers. A thread has
-// one unit of every so many heads.
-template <int D>
+// The query on its way to its tile, and there as the products need it: rotated, and units in their order. The block's first
+// `Threads`. A thread has one unit of every so many heads.
+template <int D, int Threads = kReaderThreads>
 struct Query {
-    static constexpr int kUnits = D / 8, kHeadStep = kReaderThreads / kUnits, kEach = kHeads / kHeadStep;
+    static constexpr int kUnits = D / 8, kHeadStep = Threads / kUnits, kEach = kHeads / kHeadStep;
 
-    __device__ explicit Query(Memory<D>& memory)
+    template <class Shared>
+    __device__ explicit Query(Shared& memory)
         : unit(thread_now() % kUnits), head(thread_now() / kUnits), tile(shared_address(memory.query) + unit / 8 * kChunkBytes) {}
 
     // Nobody reads the tile meanwhile.
@@ -55,19 +56,31 @@ struct Query {
             const int64_t pair = row * a.pairs + left / 2 + i;
             turns[i] = left > -8 && left + 2 * i >= 0 ? make_float2(__ldg(a.cos + pair), __ldg(a.sin + pair)) : make_float2(0, 0);
         }
+        constexpr int kAtOnce = kEach < 4 ? kEach : 4;
         await_copies<0>();
-#pragma unroll 4
-        for (int i = 0; i < kEach; ++i) {
-            const uint32_t at = place(head + i * kHeadStep);
-            uint32_t w[4];
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
+#pragma unroll 1
+        for (int first = 0; first < kEach; first += kAtOnce) {
+            uint32_t units[kAtOnce][4];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                uint32_t(&w)[4] = units[i];
+                const uint32_t at = place(head + (first + i) * kHeadStep);
+                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
+            }
             if (left > -8) {
 #pragma unroll
-                for (int k = 0; k < 4; ++k) w[k] = left + 2 * k < 0 ? w[k] : turn_pair(w[k], turns[k].x, turns[k].y);
+                for (uint32_t(&w)[4] : units)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) w[k] = left + 2 * k < 0 ? w[k] : turn_pair(w[k], turns[k].x, turns[k].y);
             }
-            store_unit(at, make_uint4(__byte_perm(w[0], w[2], 0x5410), __byte_perm(w[0], w[2], 0x7632), __byte_perm(w[1], w[3], 0x5410),
-                                      __byte_perm(w[1], w[3], 0x7632)));
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const uint32_t(&w)[4] = units[i];
+                const uint4 ordered = make_uint4(__byte_perm(w[0], w[2], 0x5410), __byte_perm(w[0], w[2], 0x7632),
+                                                 __byte_perm(w[1], w[3], 0x5410), __byte_perm(w[1], w[3], 0x7632));
+                store_unit(place(head + (first + i) * kHeadStep), ordered);
+            }
         }
         publish_tiles();
     }

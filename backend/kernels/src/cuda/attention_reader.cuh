@@ -23,6 +23,14 @@ struct Softmax {
     float reference[2] = {-INFINITY, -INFINITY};
     float sum[2] = {};
 
+    // The reference of row g + 8 half for a tile with this maximum, in units of the exponent; returns the factor of sums so far.
+    __device__ float follow(int half, float highest) {
+        const bool grows = highest > reference[half] + kSlack;
+        const float factor = grows ? power_of_two(reference[half] - highest) : 1.0f;
+        reference[half] = grows ? highest : reference[half];
+        return factor;
+    }
+
     // Scores of a tile to probabilities, as the rows of the matrix instruction; factors: of the sums so far.
     __device__ void take(float (&s)[8][4], uint64_t valid, float scale, int quad, uint32_t (&p)[kTileSteps][4], float (&factors)[2]) {
         if (valid != ~uint64_t(0)) {
@@ -37,18 +45,14 @@ struct Softmax {
             float highest = s[0][2 * half];
 #pragma unroll
             for (int j = 0; j < 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
-            highest = max_lanes(highest, 4) * scale;
-            const bool follow = highest > reference[half] + kSlack;
-            factors[half] = follow ? power_of_two(reference[half] - highest) : 1.0f;
-            reference[half] = follow ? highest : reference[half];
+            factors[half] = follow(half, max_lanes(highest, 4) * scale);
             float total = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
+            for (int j = 0; j < 8; ++j) {
 #pragma unroll
-                for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                    s[j][i] = power_of_two(fmaf(s[j][i], scale, -reference[half]));
-                    total += s[j][i];
-                }
+                for (int i = 2 * half; i < 2 * half + 2; ++i) s[j][i] = power_of_two(fmaf(s[j][i], scale, -reference[half]));
+                total += s[j][2 * half] + s[j][2 * half + 1];
+            }
             sum[half] = fmaf(sum[half], factors[half], total);
         }
 #pragma unroll
@@ -95,7 +99,8 @@ __device__ inline void transpose_quad(uint32_t (&w)[4], int quad) {
 // Where a thread's outputs go. After a quad's exchange a lane has the dimensions first + 8 quad .. of every 32, of two heads.
 template <int D>
 struct Outputs {
-    __device__ Outputs(const cedar_mega_attention_args& a, const Unit& at, int first, int thread, const Memory<D>& memory) {
+    template <class Shared>
+    __device__ Outputs(const cedar_mega_attention_args& a, const Unit& at, int first, int thread, const Shared& memory) {
         const int lane = thread % kWarp, head = at.first_head + thread / kWarp * 16 + lane / 4, dim = first + lane % 4 * 8;
         quad = lane % 4;
         left = dim - (D - 2 * int(a.pairs));
@@ -133,18 +138,22 @@ struct Outputs {
     int left, heads, quad;
 };
 
+// The sink of head g + 8 half of a warp, in units of the exponent.
+__device__ inline float sink_of(const cedar_mega_attention_args& a, const Unit& at, int thread, int half) {
+    const int head = at.first_head + thread / kWarp * 16 + thread % kWarp / 4 + half * 8;
+    return head < a.heads ? a.sink[head] * 1.44269504f : 0.0f;
+}
+
 // What the sums of `Parts` blocks of heads g and g + 8 of a warp are multiplied by: one for all references, over the sum with the sink.
 template <int Parts>
-__device__ void weigh_parts(const cedar_mega_attention_args& a, const Unit& at, int thread, const float (&reference)[Parts][2],
-                            const float (&sum)[Parts][2], float (&weights)[Parts][2]) {
+__device__ void weigh_parts(const float (&sinks)[2], const float (&reference)[Parts][2], const float (&sum)[Parts][2],
+                            float (&weights)[Parts][2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int head = at.first_head + thread / kWarp * 16 + thread % kWarp / 4 + half * 8;
-        const float sink = head < a.heads ? a.sink[head] * 1.44269504f : 0.0f;
-        float most = sink;
+        float most = sinks[half];
 #pragma unroll
         for (int part = 0; part < Parts; ++part) most = fmaxf(most, reference[part][half]);
-        float total = sink == most ? 1.0f : exp2f(sink - most);
+        float total = sinks[half] == most ? 1.0f : exp2f(sinks[half] - most);
 #pragma unroll
         for (int part = 0; part < Parts; ++part) {
             weights[part][half] = reference[part][half] == -INFINITY ? 0.0f : exp2f(reference[part][half] - most);
@@ -153,6 +162,13 @@ __device__ void weigh_parts(const cedar_mega_attention_args& a, const Unit& at, 
 #pragma unroll
         for (int part = 0; part < Parts; ++part) weights[part][half] *= kShrunk / total;
     }
+}
+
+template <int Parts>
+__device__ void weigh_parts(const cedar_mega_attention_args& a, const Unit& at, int thread, const float (&reference)[Parts][2],
+                            const float (&sum)[Parts][2], float (&weights)[Parts][2]) {
+    const float sinks[2] = {sink_of(a, at, thread, 0), sink_of(a, at, thread, 1)};
+    weigh_parts<Parts>(sinks, reference, sum, weights);
 }
 
 // The sums of a block that has all keys of the row to outputs.
