@@ -28,10 +28,11 @@ __device__ inline void widen_e2m1(uint32_t word, __nv_bfloat162 scale, uint32_t 
     }
 }
 
-// Byte w of a row's scales.
+// Byte w of a row's scales: a half of two bytes' exponents, which the multiplication reads as both of its own.
 __device__ inline __nv_bfloat162 fp4_scale(uint32_t bytes, int w) {
-    const uint32_t bits = __byte_perm(bytes, 0, 0x4040 | w << 8 | w) << 7;
-    return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+    const uint32_t bits = (w % 2 == 0 ? bytes << 7 : bytes >> 1) & 0x7f807f80;
+    const __nv_bfloat162 two = *reinterpret_cast<const __nv_bfloat162*>(&bits);
+    return w < 2 ? __low2bfloat162(two) : __high2bfloat162(two);
 }
 
 // The same word of all four words of a lane's 16 bytes.

@@ -7,21 +7,12 @@
 
 namespace cedar::cuda {
 
-__device__ inline void prefetch_line(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
-
 // The shared expert's row-major weight as tiles: of rows as they come, or of 8 of w1 and the 8 of w3 beside them.
 template <class Weight, bool kFirst>
 struct SharedRows : RowMajor<Weight> {
     __device__ int64_t row(int64_t tile, int half, int lane) const {
         const int64_t row = kFirst ? half * (this->last + 1) / 2 + tile * 8 + lane / 4 : tile * 16 + half * 8 + lane / 4;
         return row < this->last ? row : this->last;
-    }
-    // A warp asks for a tile's rows to come to L2.
-    __device__ void prefetch(int64_t tile) const {
-        const int lane = threadIdx.x % kWarp;
-        const int64_t bytes = this->weight.stride * (RowMajor<Weight>::kFp8 ? 1 : 2);
-        for (int half = 0; half < 2; ++half)
-            for (int64_t at = lane % 4 * 128; at < bytes; at += 512) prefetch_line(this->row_codes(row(tile, half, lane), 0) + at);
     }
     __device__ const uint8_t* codes_of(int64_t tile, int half, int lane) const { return this->row_codes(row(tile, half, lane), lane); }
     __device__ const uint8_t* scales_of(int64_t tile, int half, int lane) const { return this->row_scales(row(tile, half, lane), lane); }

@@ -11,7 +11,7 @@
 namespace cedar::cuda {
 
 #ifndef CEDAR_MOE_STAGES
-#define CEDAR_MOE_STAGES 3
+#define CEDAR_MOE_STAGES 2
 #endif
 #ifndef CEDAR_MOE_BLOCKS
 #define CEDAR_MOE_BLOCKS 2
@@ -19,57 +19,47 @@ namespace cedar::cuda {
 #ifndef CEDAR_MOE_NEIGHBOURS
 #define CEDAR_MOE_NEIGHBOURS 4
 #endif
-#ifndef CEDAR_MOE_SHARED_WORTH
-#define CEDAR_MOE_SHARED_WORTH 2
-#endif
 
 constexpr int kStreamWarps = 8, kStreamBlocks = CEDAR_MOE_BLOCKS;  // of a block; per multiprocessor
 constexpr int kRingStages = CEDAR_MOE_STAGES, kRingDepth = 4;      // of a warp's ring; blocks of 128 values in a stage
 constexpr int kRingStageBytes = kRingDepth * (kFp4Codes + kFp4Scales), kRingBytes = kRingStages * kRingStageBytes;
-constexpr int kStreamedTokens = 8, kSharedStages = kRingBytes / 1024;
-constexpr int kNeighbours = CEDAR_MOE_NEIGHBOURS;    // warps of a block that have units side by side
-constexpr int kSharedWorth = CEDAR_MOE_SHARED_WORTH;  // routed units that take as long as one of the shared expert's
-static_assert(kRingDepth % 2 == 0 && kRingStageBytes % 128 == 0);
+constexpr int kStreamedTokens = 8, kSharedStages = 8;
+constexpr int kNeighbours = CEDAR_MOE_NEIGHBOURS;  // warps of a block that have units side by side
+static_assert(kRingDepth % 2 == 0 && kRingStageBytes % 128 == 0 && kSharedStages * 1024 <= kRingBytes);
 static_assert(kStreamWarps % kNeighbours == 0);
 
-// A warp's list of units: a shared one is dealt first, and whoever has it pauses for the rounds that it is worth. Neighbours, who
-// read the same tokens, go to one block, and the next to the next block.
+// A warp's place in its list of units. They are dealt out by turns, there and back, so that who has one of the longer first ones
+// has none of the last; a few neighbours, who read the same tokens, go to one block, and the next to the next block.
 struct Units {
     int all, shared, warps, me;
-    __device__ int operator()(int round) const {
-        const int own = shared / warps + int(me < shared % warps);
-        if (round < own) return round * warps + me;
-        const int turn = round - own, place = warps - 1 - me, others = warps - shared % warps;
-        if (place < others && turn < kSharedWorth) return shared + turn * others + place;
-        return shared + kSharedWorth * others + (place < others ? turn - kSharedWorth : turn) * warps + place;
-    }
+    __device__ int operator()(int round) const { return round * warps + (round % 2 ? warps - 1 - me : me); }
 };
 
-// The block of pairs of a warp's unit in a round; behind its last one an expert that does not exist.
-__device__ inline int4 unit_work(const ExpertProduct& p, const Groups& groups, const Units& units, int round) {
-    const int unit = units(round);
-    return unit < units.all ? groups.block((unit - units.shared) / p.tiles) : make_int4(-1, 0, 0, 0);
+// Block of pairs and tile of a routed unit; false where the expert does not exist.
+__device__ inline bool unit_work(const ExpertProduct& p, const Groups& groups, int experts, int routed, int4* work, int* tile) {
+    *work = groups.block(routed / p.tiles);
+    *tile = routed % p.tiles;
+    return work->z > 0 && work->x >= 0 && work->x < experts;
 }
-__device__ inline bool is_work(const int4& work, int experts) { return work.z > 0 && work.x >= 0 && work.x < experts; }
 
 // A warp's stream of weights: lane 0 orders, all lanes know how far it is.
 struct WeightStream {
     unsigned char* ring;
     uint64_t* full;  // [kRingStages]
     uint64_t policy;
-    int4 next = {};  // unit `round`, looked up a unit ahead
     const uint8_t *codes = nullptr, *scales = nullptr;
-    int round = 0, left = 0, slot = 0;  // of the next copy: unit behind its own, blocks of k left in that, stage
+    int round, block = 0, left = 0, slot = 0;  // of the next copy: unit, block of k and blocks left in it, stage
 
     // Order the next stage, if there is one.
     __device__ void advance(const ExpertProduct& p, const Groups& groups, int experts, const Units& units) {
         while (left == 0) {
             const int unit = units(round);
             if (unit >= units.all) return;
-            const int4 work = next;
-            next = unit_work(p, groups, units, ++round);
-            if (!is_work(work, experts)) continue;
-            const int64_t before = (int64_t(work.x) * p.tiles + (unit - units.shared) % p.tiles) * p.depth;
+            int4 work;
+            int tile;
+            ++round;
+            if (!unit_work(p, groups, experts, unit - units.shared, &work, &tile)) continue;
+            const int64_t before = (int64_t(work.x) * p.tiles + tile) * p.depth;
             codes = p.codes + before * kFp4Codes, scales = p.scales + before * kFp4Scales;
             left = p.depth;
         }
@@ -100,8 +90,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks)
     if (lane < kRingStages) init_barrier(&full[lane], 1);
     publish_barriers();
     __syncwarp();
-    const int neighbours = groups.pairs != nullptr ? kNeighbours : 1;  // of a single row all warps read the same tokens
-    const int me = (warp / neighbours * int(gridDim.x) + int(blockIdx.x)) * neighbours + warp % neighbours;
+    const int me = (warp / kNeighbours * int(gridDim.x) + int(blockIdx.x)) * kNeighbours + warp % kNeighbours;
     Units units{shared_units, shared_units, int(gridDim.x) * kStreamWarps, me};
     int round = 0;
 
@@ -126,7 +115,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks)
     WeightStream weights{ring, full, read_once_policy()};
     const auto start = [&] {
         units.all = shared_units + (groups.pairs != nullptr ? __ldcg(groups.count) : plan_blocks) * p.tiles;
-        weights.round = round, weights.next = unit_work(p, groups, units, round);
+        weights.round = round;
         for (int stage = 0; stage < kRingStages; ++stage) weights.advance(p, groups, experts, units);
     };
     // The first product's launch waits for the plan, which the shared expert does not need; the second's begins when the plan is
@@ -138,10 +127,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks)
         release_launch();
     } else {
         release_launch();
-        if (units(0) >= shared_units)
-            start();
-        else
-            shared_weight.prefetch(units(0) % p.tiles);
+        if (units(0) >= shared_units) start();
         await_launch();
         multiply_shared();
     }
@@ -153,28 +139,19 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks)
 
     int slot = 0;
     uint32_t parity = 0;
-    const Bf16* token = nullptr;
-    uint4 b[2][4];  // of tokens, by turns, a block ahead
-    const auto load_tokens = [&](int turn) {
-#pragma unroll
-        for (int unit = 0; unit < 4; ++unit) b[turn][unit] = *reinterpret_cast<const uint4*>(token + unit * 32);
-        token += kFp4Depth;
-    };
-    const auto tokens_of = [&](const int4& some) {
-        return p.x + p.row_of(groups, some.y + min(group, some.z - 1)) * p.stride + quad * 8;
-    };
-    // units are looked up two ahead, and the next one's tokens are on their way before this one ends
-    int4 next = unit_work(p, groups, units, round), after = unit_work(p, groups, units, round + 1);
-    bool follows = false;
     for (; units(round) < units.all; ++round) {
-        const int4 work = next;
-        next = after, after = unit_work(p, groups, units, round + 2);
-        if (!is_work(work, experts)) continue;
-        const int tile = (units(round) - shared_units) % p.tiles;
-        if (!follows) token = tokens_of(work), load_tokens(0);
-        follows = is_work(next, experts);
-        const Bf16* const following = follows ? tokens_of(next) : nullptr;
+        int4 work;
+        int tile;
+        if (!unit_work(p, groups, experts, units(round) - shared_units, &work, &tile)) continue;
+        const Bf16* token = p.x + p.row_of(groups, work.y + min(group, work.z - 1)) * p.stride + quad * 8;
         float c[4] = {};
+        uint4 b[2][4];  // by turns, a block ahead
+        const auto load_tokens = [&](int turn) {
+#pragma unroll
+            for (int unit = 0; unit < 4; ++unit) b[turn][unit] = *reinterpret_cast<const uint4*>(token + unit * 32);
+            token += kFp4Depth;
+        };
+        load_tokens(0);
         for (int block = 0; block < p.depth; block += kRingDepth) {
             await_barrier(&full[slot], parity);
             const unsigned char* stage = ring + slot * kRingStageBytes;
@@ -186,10 +163,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks)
                 const unsigned char* scales = stage + kRingDepth * kFp4Codes + part * kFp4Scales + group * 4;
                 const uint32_t low_scale = *reinterpret_cast<const uint32_t*>(scales);
                 const uint32_t high_scale = *reinterpret_cast<const uint32_t*>(scales + kFp4Scales / 2);
-                if (block + part + 1 < p.depth)
-                    load_tokens(1 - part % 2);
-                else if (follows && part % 2 == 1)
-                    token = following, load_tokens(0);
+                if (block + part + 1 < p.depth) load_tokens(1 - part % 2);
 #pragma unroll
                 for (int unit = 0; unit < 4; ++unit) {
                     uint32_t l[4], h[4];
@@ -204,7 +178,6 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks)
             slot = slot + 1 == kRingStages ? 0 : slot + 1;
             parity ^= uint32_t(slot == 0);
         }
-        if (follows && p.depth % 2 == 1) token = following, load_tokens(0);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (quad * 2 + i < work.z) store_result<kFirst>(p, groups, work.y + quad * 2 + i, tile, group, c[i], c[2 + i]);

@@ -14,8 +14,9 @@
 
 namespace cedar::cuda {
 
+// With fewer registers the compiler lets each matrix instruction wait for the one before (its warning C7512).
 constexpr int kWideStages = 5, kWideTiles = 16, kWideWarps = 8, kWideBlockThreads = (kWideWarps + 4) * kWarp;
-constexpr int kMultiplierRegisters = 224, kCopierRegisters = 56;  // per thread; together what 384 threads have to begin with
+constexpr int kMultiplierRegisters = 240, kCopierRegisters = 24;  // per thread; together what 384 threads have to begin with
 constexpr int kWideTokenBytes = kGroupTokens * kFp4Depth * int(sizeof(Bf16)), kWideScales = kWideTokenBytes + kWideTiles * kFp4Codes;
 constexpr int kWideStageBytes = kWideScales + kWideTiles * kFp4Scales;
 static_assert(kWideStageBytes % 1024 == 0 && kWideTokenBytes % 1024 == 0);
@@ -129,10 +130,6 @@ template <int kColumns, bool kFirst>
 __device__ inline void multiply_unit(const ExpertProduct& p, const Groups& groups, const int4& work, int first_tile, WideRing& ring) {
     const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
     const int local = warp * 2;
-    int pairs[kColumns / 8];  // of the tokens that the lane will store: on their way during the product
-    float weights[kColumns / 8] = {};
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) pairs[n] = groups.pair(work.y + min(n * 8 + lane / 4, work.z - 1));
     float c[2][kColumns / 2] = {};
     uint32_t a[2][2][2][4] = {};  // [turn][rows][step]: 32 values of k are widened while the last 32 are multiplied
     uint64_t* before = nullptr;
@@ -181,16 +178,21 @@ __device__ inline void multiply_unit(const ExpertProduct& p, const Groups& group
         ++ring.at;
     };
     for (int block = 0; block < p.depth - 1; ++block) multiply_block(std::false_type());
-    if constexpr (kFirst) {
-#pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) weights[n] = p.weights[pairs[n]];
-    }
     // The last wait stands right behind the instructions it is for (wide.cuh says why).
     multiply_block(std::true_type());
     settle(c[0]), settle(c[1]);
     __syncwarp();
     if (lane == 0) arrive(before);
-    if (first_tile + local < p.tiles) store_wide<kFirst>(p, work, first_tile + local, pairs, weights, c);  // tiles are in eights
+    if (first_tile + local >= p.tiles) return;  // tiles are in eights
+    int pairs[kColumns / 8];  // of the tokens that the lane stores: during the product there is no register for them
+    float weights[kColumns / 8] = {};
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) pairs[n] = groups.pair(work.y + min(n * 8 + lane / 4, work.z - 1));
+    if constexpr (kFirst) {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) weights[n] = p.weights[pairs[n]];
+    }
+    store_wide<kFirst>(p, work, first_tile + local, pairs, weights, c);
 }
 
 // Unit u: block u / row_blocks of the plan; neighbours share an expert.
