@@ -16,7 +16,7 @@ namespace cedar::cuda::index {
 #define CEDAR_INDEX_THREADS 128
 #endif
 #ifndef CEDAR_INDEX_PER_SM
-#define CEDAR_INDEX_PER_SM 5
+#define CEDAR_INDEX_PER_SM 4
 #endif
 
 constexpr int kRunBlocks = 4, kRun = kRunBlocks * kBlockRows;  // keys of a warp at a time
