@@ -20,7 +20,7 @@ from cedar.cache.records import RecordPool
 from cedar.cache.rows import WindowPlan, WritePlan
 from cedar.ops.abi import OPERATIONS
 from cedar.ops.compress import CompressorWeights, compress_store
-from cedar.ops.engram import STAGED_TOKENS, engram_gate, engram_gather, staging
+from cedar.ops.engram import engram_gate, engram_gather, staging
 from cedar.ops.mhc import Mixing, Written, mega_mhc
 from cedar.ops.moe import Experts, mega_gate, moe_fp4
 from cedar.ops.native import load
@@ -332,9 +332,9 @@ def lookups(rows: int, host_gib: int) -> Iterator[tuple[str, str, int, Callable[
     yield "GPU memory", "GPU memory", 16, choice, False
     if host_gib == 0:
         return
-    yield PINNED, PINNED, host_gib, choice, rows >= STAGED_TOKENS
+    yield PINNED, PINNED, host_gib, choice, False
+    yield HUGE, HUGE, host_gib, read_by_gpu, False
     for place in (PINNED, HUGE):
-        yield f"{place}, read by the GPU", place, host_gib, read_by_gpu, False
         if rows >= FEWEST_STAGED:
             yield f"{place}, staged", place, host_gib, staged, True
 

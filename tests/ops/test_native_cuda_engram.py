@@ -9,7 +9,7 @@ import pytest
 import torch
 from native_support import assert_close, run_native, seeded
 
-from cedar.ops.engram import STAGED_TOKENS, Staging, engram_gate, engram_gather
+from cedar.ops.engram import Staging, engram_gate, engram_gather
 from cedar.ops.native import NativeUnsupported, load
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -69,7 +69,7 @@ def test_staged_rows_are_other_rows(pinned: bool, home: str) -> None:
     g = seeded(5)
     table, scale = (torch.randint(0, 250, (5000, width), generator=g, dtype=torch.uint8) for width in (256, 8))
     places = [part.pin_memory() if pinned else part for part in (table, scale)]
-    for tokens in (1, STAGED_TOKENS, 2500, 300):  # grows, and is written again at once
+    for tokens in (1, 256, 2500, 300):  # grows, and is written again at once
         ids = torch.randint(-1, 5000, (tokens, 24), generator=g)
         actual = run_native(engram_gather, ids.to(home), *places, torch.bfloat16, torch.device("cuda", 0))
         expected = engram_gather(ids, table, scale, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_a_captured_lookup_stages_what_a_replay_cannot(pinned: bool) -> None:
     table, scale = torch.full((600, 256), 0x38, dtype=torch.uint8), torch.full((600, 8), 127, dtype=torch.uint8)
     if pinned:
         table, scale = table.pin_memory(), scale.pin_memory()
-    ids = torch.zeros(STAGED_TOKENS, 24, dtype=torch.int64, device="cuda")
+    ids = torch.zeros(256, 24, dtype=torch.int64, device="cuda")
     load()
     graph = torch.cuda.CUDAGraph()
     if not pinned:

@@ -15,8 +15,6 @@ from cedar.cache.formats import unpack_fp8
 from cedar.ops.native import NativeUnsupported
 from cedar.ops.provider import FusedOp
 
-STAGED_TOKENS = 256
-"""From how many tokens on the CPU gathers from pinned host memory: a GPU reads it row by row, a copy at the link's full speed."""
 _CHUNK_TOKENS = 1024
 """Of one copy; the CPU gathers the next ones meanwhile."""
 _TASK_TOKENS = 64
@@ -32,10 +30,10 @@ def engram_gather(
     rows: int64 [T, columns]; below 0: a row of zeros. table: uint8 [R, d], E4M3 codes; table_scale: uint8 [R, d/32], UE8M0.
     Or the result on a GPU and the table in host memory. Then the library does what is fastest:
 
-    * a pinned table and few tokens, or a call that a graph captures: the GPU reads the rows over the link;
-    * from `STAGED_TOKENS` on, or a table that is not pinned (a mapped file): the CPU, by as many threads as torch has, gathers
-      the packed rows, half the bytes of bfloat16, into pinned memory; they are copied without blocking, and the GPU dequantises
-      them. Rows that are on the GPU are waited for: give them on the CPU, where they are computed.
+    * a pinned table: the GPU reads the rows over the link (of any number of tokens that took less than the other way);
+    * a table that is not pinned (a mapped file): the CPU, by as many threads as torch has, gathers the packed rows, half the
+      bytes of bfloat16, into pinned memory; they are copied without blocking, and the GPU dequantises them. Rows that are on the
+      GPU are waited for: give them on the CPU, where they are computed.
     """
     flat = rows.flatten().to(table.device)
     safe = flat.clamp_min(0)
@@ -48,10 +46,9 @@ def _(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype, devi
     home = rows.device if device is None else device
     if table.device.type != home.type:
         pinned = table.is_pinned() and table_scale.is_pinned()
-        captured = torch.cuda.is_current_stream_capturing()
-        if table.is_cuda or (captured and not pinned):
+        if table.is_cuda or (not pinned and torch.cuda.is_current_stream_capturing()):
             raise NativeUnsupported(f"engram_gather: rows for {home} from a table on {table.device} that is not pinned")
-        if not pinned or (len(rows) >= STAGED_TOKENS and not captured):
+        if not pinned:
             return staging(home).gather(rows, table, table_scale, dtype)
     out = torch.empty(*rows.shape, table.shape[1], dtype=dtype, device=home)
     torch.ops.cedar.engram_gather.default(rows.to(home), table, table_scale, out)
