@@ -175,14 +175,15 @@ class _Hand:
 
 @dataclass
 class Outcome:
-    """blocks: those that were finished, by number. lost: of each worker that died, why. left: blocks that nobody finished."""
+    """blocks: those that were finished, by number. lost: of each worker that died, why. left: blocks that nobody finished. runs:
+    seconds that each run took, with those whose blocks it went on from."""
 
     blocks: list[Block] = field(default_factory=list)
     windows: dict[str, Any] | None = None
     lost: list[str] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     device: str = ""
-    seconds: float = 0.0
+    runs: list[float] = field(default_factory=list)
 
 
 class Crew:
@@ -223,7 +224,7 @@ class Crew:
         outcome.blocks.sort(key=lambda block: block.number)
         finished = {block.number for block in outcome.blocks}
         outcome.left = [job for job in self._plan.jobs if job != WINDOWS and job not in finished]
-        outcome.seconds = self._clock()
+        outcome.runs.append(self._clock())
         return outcome
 
     def _start(self, target: Callable[[Plan, Connection], None]) -> None:

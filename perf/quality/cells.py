@@ -17,7 +17,8 @@ OFF = Cell("off", EncoderReplay.OFF, DecoderReplay.OFF)
 """What the others are compared with: nothing bounded, nothing cached."""
 EXACT = Cell("exact", EncoderReplay.OFF, DecoderReplay.EXACT)
 """The same function as off."""
-SMALL_CHUNK = 1024
+SMALL_CHUNK = 256
+"""Tokens of a step, those of other sequences included: a prompt of 1,024 is cut in four or more."""
 CHANGED = 1e-4
 """More than the library on a CPU makes of another batch (nothing). Elsewhere rounding makes more: it moves what is quantised."""
 CELLS = (
@@ -29,6 +30,7 @@ CELLS = (
     Cell("both, late hit", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED, hit=1.0),
     Cell("both, early hit", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED, hit=0.6),
     Cell("both, small chunks", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED, hit=0.75, chunk=SMALL_CHUNK),
+    Cell("decoder, small chunks", EncoderReplay.OFF, DecoderReplay.BOUNDED, chunk=SMALL_CHUNK),
     Cell("off, reference operations", EncoderReplay.OFF, DecoderReplay.OFF, ops="reference"),
     Cell("off, FP8 global KV", EncoderReplay.OFF, DecoderReplay.OFF, global_kv="fp8"),
 )
@@ -37,13 +39,14 @@ CELLS = (
 @dataclass
 class Marks:
     """Answers of one cell. right, shifts: by task, in the order of the items; shifts: of the first logits from those of off.
-    Tokens and seconds are sums."""
+    Tokens, chunks and seconds are sums."""
 
     right: dict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
     shifts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     prompt_tokens: int = 0
     cached_tokens: int = 0
     replayed_tokens: int = 0
+    chunks: int = 0
     seconds: float = 0.0
 
     @classmethod
@@ -56,6 +59,7 @@ class Marks:
             marks.prompt_tokens += len(question.prompt)
             marks.cached_tokens += answer.cached_tokens
             marks.replayed_tokens += answer.replayed_tokens
+            marks.chunks += answer.chunks
         return marks
 
     @classmethod
@@ -69,6 +73,7 @@ class Marks:
             whole.prompt_tokens += part.prompt_tokens
             whole.cached_tokens += part.cached_tokens
             whole.replayed_tokens += part.replayed_tokens
+            whole.chunks += part.chunks
             whole.seconds += part.seconds
         return whole
 

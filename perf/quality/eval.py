@@ -12,15 +12,12 @@ bounded cell changed nothing, or a worker died.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,8 +25,8 @@ from typing import Annotated, Any
 import psutil
 import torch
 import typer
-from perf.quality import plots
-from perf.quality.blocks import Block, Crew, Outcome, Plan
+from perf.quality import kept, plots
+from perf.quality.blocks import Crew, Outcome, Plan
 from perf.quality.cells import CELLS, CHANGED, EXACT, OFF, Marks
 from perf.quality.items import LONG_TASKS
 from perf.quality.paired import Difference, Share
@@ -51,11 +48,15 @@ MOVED = 0.6
 """Share of the items whose first logits a bounded cell must move by more than rounding does; one that does nothing has 0.5."""
 CHUNKS = {"cpu": 2048, "cuda": 4096}
 SEQUENCES = {"cpu": 32, "cuda": 448}
+LEAST_ITEMS = 594
+"""With fewer, the interval of no change reaches the margin, when all cells are compared."""
+CUT = 2
+"""As many times the chunks of off must a cell of chunks so many times smaller have."""
 SHOWN = 12
 """Failures that are printed."""
 
 
-def compared(base: Marks, own: Marks, exact: Marks | None, cells: int) -> list[dict[str, Any]]:
+def compared(base: Marks, own: Marks, exact: Marks, cells: int) -> list[dict[str, Any]]:
     """One row a task. shift: how far the first logits are from off's, median; moved: see `moved`."""
     rows = []
     for task, values in own.right.items():
@@ -75,13 +76,13 @@ def compared(base: Marks, own: Marks, exact: Marks | None, cells: int) -> list[d
     return rows
 
 
-def moved(own: Marks, exact: Marks | None, tasks: Iterable[str]) -> float:
+def moved(own: Marks, exact: Marks, tasks: Iterable[str]) -> float:
     """Share of the items whose first logits are farther from off's than those of exact, which computes the same as off in another
     order: bfloat16 rounding alone may move them by 0.1."""
     pairs = [
         (shift, max(CHANGED, rounding))
         for task in tasks
-        for shift, rounding in zip(own.shifts[task], exact.shifts[task] if exact else repeat(0.0), strict=exact is not None)
+        for shift, rounding in zip(own.shifts[task], exact.shifts[task], strict=True)
     ]
     return sum(shift > rounding for shift, rounding in pairs) / len(pairs)
 
@@ -89,14 +90,14 @@ def moved(own: Marks, exact: Marks | None, tasks: Iterable[str]) -> float:
 def main(
     model: Annotated[Path | None, typer.Option(help="checkpoint directory; none: the embedded model")] = None,
     data: Annotated[Path, typer.Option(help="what perf.quality.prepare wrote: held-out text")] = DIRECTORY,
-    items: Annotated[int, typer.Option(help="items of each task; with all cells at least 243 to pass")] = 1024,
+    items: Annotated[int, typer.Option(help=f"items of each task; with all cells at least {LEAST_ITEMS} to pass")] = 1024,
     block: Annotated[int, typer.Option(help="items of each task in a block: the unit that a process takes")] = 40,
     workers: Annotated[int, typer.Option(help="processes that serve blocks; 0: one for each core, but no more than blocks")] = 0,
     seconds: Annotated[
         float, typer.Option(help="end after this long, loading included, with the blocks that are finished")
     ] = 3600,
     texts: Annotated[int, typer.Option(help="held-out texts for perplexity and window errors; 0: none")] = 16,
-    cells: Annotated[str, typer.Option(help="names of the cells beside off, by semicolon; empty: all")] = "",
+    cells: Annotated[str, typer.Option(help="names of the cells beside off and exact, by semicolon; empty: all")] = "",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto | float32 | bfloat16")] = "float32",
     ops: Annotated[str, typer.Option(help="operations of all cells but the reference's: auto | native | reference")] = "auto",
@@ -111,8 +112,8 @@ def main(
     """Answer held-out items in every replay mode and compare with off on the same items.
 
     Cells by replay side: off; both, decoder, encoder, exact (a hit of 75 % where the encoder side is bounded). Others: both,
-    late hit; both, early hit; both, small chunks; off, reference operations; off, FP8 global KV. What the time does not allow is
-    left out, and said; --resume adds it.
+    late hit; both, early hit; both, small chunks; decoder, small chunks; off, reference operations; off, FP8 global KV. Exact is
+    always among them: it says what rounding moves. What the time does not allow is left out, and said; --resume adds it.
     """
     begun = psutil.Process().create_time()
     for name, value in (("items", items), ("block", block)):
@@ -133,19 +134,18 @@ def main(
         gpus=_gpus() if on == "cuda" else (),
     )
     blocks = -(-items // plan.block)
-    done = _resumed(plan, resume) if resume else Outcome()
+    done = kept.load(resume, plan) if resume else Outcome()
     plan = replace(plan, workers=min(workers or len(os.sched_getaffinity(0)), blocks + bool(texts)))
     console = report_console()
     with _shown(console, blocks, len(plan.cells)) as (told, lost):
         told(len(done.blocks) * len(plan.cells))
         outcome = Crew(plan, seconds, lambda: time.time() - begun, told, lost, done).run()
     if not outcome.blocks:
-        console.print(f"no block was finished in {outcome.seconds:.0f} s: give more --seconds or a smaller --block")
+        console.print(f"no block was finished in {outcome.runs[-1]:.0f} s: give more --seconds or a smaller --block")
         raise SystemExit(1)
     result = _result(plan, outcome)
     facts.write(output, result)
-    kept = {"of": _identity(plan), "blocks": [each.as_dict() for each in outcome.blocks], "windows": outcome.windows}
-    facts.write(output.with_suffix(".blocks.json"), kept)
+    kept.save(output.with_suffix(".blocks.json"), plan, outcome)
     plots.draw(result, output.with_suffix(".png"))
     _show(result, console)
     console.print(f"{output}, {output.with_suffix('.png')}")
@@ -179,7 +179,7 @@ def _serving(model: Path, device: str, dtype: str, ops: str, block: int, sequenc
 
 
 def _chosen(names: str) -> tuple[Cell, ...]:
-    """The cells of these names behind off."""
+    """The cells of these names behind off and exact."""
     if not names:
         return CELLS
     wanted = [name.strip() for name in names.split(";")]
@@ -187,33 +187,7 @@ def _chosen(names: str) -> tuple[Cell, ...]:
     for name in wanted:
         if name not in known:
             raise invalid("--cells", f"names {name!r}", "; ".join(known))
-    return (OFF, *(cell for cell in CELLS[1:] if cell.name in wanted))
-
-
-def _identity(plan: Plan) -> dict[str, Any]:
-    """What blocks that are put together must have in common."""
-    cells, base = [cell.name for cell in plan.cells], plan.base
-    same = {"model": base.model.name, "device": base.device, "dtype": base.dtype, "ops": base.ops}
-    return {**same, "digest": _digest(plan), "seed": plan.seed, "block": plan.block, "cells": cells}
-
-
-def _digest(plan: Plan) -> str:
-    """Of the weights and of the held-out text: a model trained anew has the name of the old one."""
-    digest = hashlib.sha256()
-    for file in (*sorted(plan.base.model.glob("*.safetensors")), plan.data):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _resumed(plan: Plan, path: Path) -> Outcome:
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    wanted = _identity(plan)
-    if kept["of"] != wanted:
-        differ = ", ".join(name for name, value in wanted.items() if kept["of"].get(name) != value)
-        raise invalid("--resume", f"{path} is of another {differ}", "the blocks of a run with the same settings")
-    blocks = [Block.from_dict(block) for block in kept["blocks"]]
-    whole = [block for block in blocks if block.number in plan.jobs and block.size == len(plan.numbers(block.number))]
-    return Outcome(blocks=whole, windows=kept["windows"])
+    return (OFF, *(cell for cell in CELLS[1:] if cell is EXACT or cell.name in wanted))
 
 
 @contextmanager
@@ -245,9 +219,11 @@ def _result(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     comparisons = max(1, (len(plan.cells) - 1) * len(LONG_TASKS))
     marks = {cell.name: Marks.joined(block.cells[cell.name] for block in outcome.blocks) for cell in plan.cells}
     result = facts.header("answers of the trained model by replay mode")
+    result["command"] = kept.one_command(result["command"], outcome.runs)
     result["measured"] = {
         "model": plan.base.model.name,
-        "digest": _digest(plan),
+        "digest": kept.digest(plan),
+        "code": kept.code(),
         "items": sum(len(plan.numbers(block.number)) for block in outcome.blocks),
         "blocks": len(outcome.blocks),
         "items_of_a_block": plan.block,
@@ -259,7 +235,9 @@ def _result(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "dtype": plan.base.dtype,
         "ops": plan.base.ops,
         "workers": plan.workers,
-        "seconds": round(outcome.seconds, 1),
+        "chunk": plan.base.chunk,
+        "sequences": plan.base.sequences,
+        "seconds_of_runs": [round(seconds, 1) for seconds in outcome.runs],
     }
     alone = Marks.joined(block.alone for block in outcome.blocks)
     result["alone"] = [{"task": task, **_share(values)} for task, values in alone.right.items()]
@@ -277,13 +255,14 @@ def _share(values: Sequence[bool]) -> dict[str, Any]:
 
 
 def _cell(cell: Cell, plan: Plan, marks: dict[str, Marks], comparisons: int) -> dict[str, Any]:
-    serving, own, exact = plan.serving(cell), marks[cell.name], marks.get(EXACT.name)
+    serving, own, exact = plan.serving(cell), marks[cell.name], marks[EXACT.name]
     return {
         "name": cell.name,
         "encoder_replay": cell.encoder.value,
         "decoder_replay": cell.decoder.value,
         "hit": cell.hit,
         "chunk": cell.chunk or serving.chunk,
+        "chunks_of_a_prompt": round(own.chunks / sum(map(len, own.right.values())), 2),
         "ops": serving.ops,
         "device": serving.device,
         "global_kv": serving.global_kv,
@@ -298,7 +277,8 @@ def _cell(cell: Cell, plan: Plan, marks: dict[str, Marks], comparisons: int) -> 
 
 
 def _failures(cells: list[dict[str, Any]]) -> list[str]:
-    """What does not hold: an interval that reaches below the margin, a bounded cell that computes what "off" computes."""
+    """What does not hold: an interval that reaches below the margin; a cell that computes what "off" computes, finds no prefix or
+    cuts no prompts, though it should."""
     found = []
     for cell in cells[1:]:
         found += [
@@ -310,6 +290,8 @@ def _failures(cells: list[dict[str, Any]]) -> list[str]:
             found.append(f"{cell['name']}: log-probabilities are those of off but for rounding")
         if cell["hit"] and not cell["replayed_tokens"]:
             found.append(f"{cell['name']}: no prefix was found")
+        if cell["chunk"] <= cells[0]["chunk"] // CUT and cell["chunks_of_a_prompt"] < CUT * cells[0]["chunks_of_a_prompt"]:
+            found.append(f"{cell['name']}: prompts were not cut, they took {cell['chunks_of_a_prompt']} chunks")
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from perf.quality.corpus import Corpus
 from perf.quality.data import ALIGN, PROMPT, ROWS, Encoder, Rows, draw_for
 from perf.quality.settings import CONTEXT
-from perf.quality.tasks import TASKS, Item, after_notes, recall_at
+from perf.quality.tasks import NEEDLE_FACTS, TASKS, Item, after_notes, draw_facts, recall_at
 
 from cedar.text.tokenizer import load_tokenizer
 
@@ -38,7 +38,10 @@ class Probe:
         alone = [kind for kind in TASKS if kind not in ("recall", "small_talk", "conversation")]
         items += [_renamed(after_notes(draw, TASKS[kind](draw, 160), 300)) for kind in alone for _ in range(PER_KIND)]
         for distance in DISTANCES:
-            items += [recall_at(draw, distance, lambda text: len(encoder.tokenizer.encode(text))) for _ in range(PER_KIND)]
+            items += [
+                recall_at(draw, draw_facts(draw, NEEDLE_FACTS), distance, lambda text: len(encoder.tokenizer.encode(text)))
+                for _ in range(PER_KIND)
+            ]
         self._trainer = trainer
         self._batches: list[tuple[Rows, list[tuple[str, int, int, int]]]] = []
         documents = [(item.kind, *encoder.item(item, thinking=number % 2 == 0)) for number, item in enumerate(items)]

@@ -59,12 +59,14 @@ PREFIX = Cell("prefix", EncoderReplay.BOUNDED, DecoderReplay.BOUNDED)
 
 @dataclass
 class Answer:
-    """token_ids as generated. first: log-probabilities of the best ids in the place of the first, best first."""
+    """token_ids as generated. first: log-probabilities of the best ids in the place of the first, best first. chunks: steps that
+    the engine cut the prompt's work into; on a hit, with those that its prefix took beforehand."""
 
     token_ids: list[int] = field(default_factory=list)
     first: tuple[tuple[int, float], ...] = ()
     cached_tokens: int = 0
     replayed_tokens: int = 0
+    chunks: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,17 +128,22 @@ class Server:
 
     def answers(self, questions: Sequence[Question], cells: Sequence[Cell]) -> list[list[Answer]]:
         """Greedy answers by cell, in the order of the questions. All cells, of one chunk size, are served together: a step costs
-        hardly more with more sequences. No two share cached pages: each has a salt of its own."""
+        hardly more with more sequences. No two share cached pages: each has a salt of its own. Prefixes are cut as prompts
+        are."""
+        chunk = cells[0].chunk
         answers: list[Answer] = []
         tasks = [(question, cell) for question in questions for cell in cells]
         for start in range(0, len(tasks), self.serving.items):
             group = tasks[start : start + self.serving.items]
             self.runner.clear_cache()
-            prefixes = ((q.prompt[: self._hit(len(q.prompt), cell.hit)], n) for n, (q, cell) in enumerate(group) if cell.hit)
-            self._run((f"prefix {n}", prefix, 1, PREFIX, n) for prefix, n in prefixes if prefix)
+            prefixes = {n: q.prompt[: self._hit(len(q.prompt), cell.hit)] for n, (q, cell) in enumerate(group) if cell.hit}
+            prefixes = {n: prefix for n, prefix in prefixes.items() if prefix}
+            made = self._run(((f"prefix {n}", prefix, 1, PREFIX, n) for n, prefix in prefixes.items()), chunk)
             requests = ((f"item {n}", q.prompt, len(q.answer) + EXTRA_TOKENS, cell, n) for n, (q, cell) in enumerate(group))
-            answers += self._run(requests, cells[0].chunk)
+            answers += self._run(requests, chunk)
             self._check_hits(group, answers[start:])
+            for n, prefix in zip(prefixes, made, strict=True):
+                answers[start + n].chunks += prefix.chunks
         return [answers[number :: len(cells)] for number in range(len(cells))]
 
     def _check_hits(self, group: Sequence[tuple[Question, Cell]], answers: Sequence[Answer]) -> None:
@@ -160,7 +167,7 @@ class Server:
             self._engines[chunk] = Engine(self.runner, settings, self._facts)
         return self._engines[chunk]
 
-    def _run(self, requests: Iterable[tuple[str, tuple[int, ...], int, Cell, int]], chunk: int = 0) -> list[Answer]:
+    def _run(self, requests: Iterable[tuple[str, tuple[int, ...], int, Cell, int]], chunk: int) -> list[Answer]:
         engine = self._engine(chunk or self.serving.chunk)
         answers: dict[str, Answer] = {}
         for key, prompt, tokens, cell, salt in requests:
@@ -181,6 +188,7 @@ class Server:
                 if update.logprobs and not answer.token_ids:
                     answer.first = update.logprobs[0].top
                 answer.token_ids += update.token_ids
+                answer.chunks += update.encoded_tokens > 0
                 answer.cached_tokens, answer.replayed_tokens = update.cached_tokens, update.replayed_tokens
                 if update.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
                     raise update.error or CedarError(ErrorCode.INTERNAL, f"a request ended as {update.finish_reason}")

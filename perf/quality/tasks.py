@@ -2,7 +2,8 @@
 """Generated tasks with known answers, as conversations in the payload form of `cedar.text.chat`.
 
 Held-out items are apart by construction: what decides an item (its operands, its fact, its text) is hashed, one hash in
-`HELD_OUT` belongs to evaluation and is never drawn for training. The exception is where a name and a city are all (see `_facts`).
+`HELD_OUT` belongs to evaluation and is never drawn for training. The exception is where a name and a city are all (see
+`draw_facts`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 from perf.quality.words import ADJECTIVES, CITIES, CURRENCIES, FUNCTIONS, NAMES, NOUNS, PLACES, THINGS, VERBS
 
 HELD_OUT = 32
+NEEDLE_FACTS = 5
+"""Facts in a text whose first is asked for."""
 
 
 @dataclass
@@ -174,7 +177,7 @@ def word_problem(draw: Draw, size: int) -> Item:
     return Item("word_problem", [Turn(" ".join(story), str(count), ", ".join(steps))])
 
 
-def _facts(draw: Draw, count: int) -> list[tuple[str, str, str]]:
+def draw_facts(draw: Draw, count: int) -> list[tuple[str, str, str]]:
     """(fact, question, answer), no two about the same thing."""
     found: dict[str, tuple[str, str, str]] = {}
 
@@ -209,7 +212,7 @@ def recall(draw: Draw, size: int) -> Item:
     """Facts among other text, then questions about some of them."""
     budget = size - 60
     count = max(1, min(draw.number(1, 24), budget // 14))
-    facts = _facts(draw, count)
+    facts = draw_facts(draw, count)
     pieces = draw.filler(max(0, budget - 14 * count) if draw.random.random() < 0.7 else 0)
     lines = [fact for fact, _, _ in facts] + pieces
     draw.random.shuffle(lines)
@@ -220,9 +223,8 @@ def recall(draw: Draw, size: int) -> Item:
     return Item("recall", turns)
 
 
-def recall_at(draw: Draw, tokens: int, length: Callable[[str], int]) -> Item:
-    """One needle, then ``tokens`` tokens of other text (facts among it), then the question (evaluation)."""
-    facts = _facts(draw, 5)
+def recall_at(draw: Draw, facts: list[tuple[str, str, str]], tokens: int, length: Callable[[str], int]) -> Item:
+    """The first of ``facts``, then ``tokens`` tokens of other text (the other facts among it), then the question (evaluation)."""
     (needle, question, answer), others = facts[0], [fact for fact, _, _ in facts[1:]]
     after: list[str] = []
     have = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -13,10 +14,24 @@ import pytest
 from perf.quality import data
 from perf.quality.corpus import held_out
 from perf.quality.data import ANSWER, CONTEXT, MIXTURES, Source, draw_for
-from perf.quality.items import LEAST_TOKENS, Sets
+from perf.quality.items import LATER, LEAST_TOKENS, LONG_TASKS, Distinct, Sets
 from perf.quality.prepare import main as prepare
-from perf.quality.tasks import TASKS, Draw, Item, arithmetic, chain, conversation, program, recall, recall_at, tool_call
+from perf.quality.tasks import (
+    NEEDLE_FACTS,
+    TASKS,
+    Draw,
+    Item,
+    arithmetic,
+    chain,
+    conversation,
+    draw_facts,
+    program,
+    recall,
+    recall_at,
+    tool_call,
+)
 
+from cedar.errors import CedarError
 from cedar.text.chat import ChatDefaults, encode_messages
 from cedar.text.parse import parse_completion
 
@@ -70,6 +85,36 @@ def test_a_long_prompt_is_shorter_than_its_window(directory: Path, source: Sourc
     assert min(len(question.prompt) for question in sets.long(range(4))) >= LEAST_TOKENS
 
 
+def test_two_items_of_a_task_are_alike(directory: Path, source: Source) -> None:
+    """Of 1,024, short and after notes. What makes a prompt distinct is part of the long one, so a few of those are enough."""
+    sets = Sets(directory, source.corpus, seed=1)
+    short = sets.alone(range(1024))
+    assert {task: len({q.prompt for q in short if q.kind == task}) for task in LATER} == dict.fromkeys(LATER, 1024)
+    asked = [facts[n][0] for facts in sets._facts.values() for n in range(1024)]
+    assert all(len({fact for fact, _, _ in asked[first : first + 1024]}) == 1024 for first in range(0, len(asked), 1024))
+    long = sets.long(range(500, 516))
+    assert {task: len({q.prompt for q in long if q.kind == task}) for task in LONG_TASKS} == dict.fromkeys(LONG_TASKS, 16)
+    answers = {(q.kind, q.answer) for q in short}
+    assert all((q.kind, q.answer) in answers for q in long if q.kind in LATER)
+    last, again = range(1022, 1024), Sets(directory, source.corpus, seed=1)
+    assert again.long(last) == sets.long(last) == sets.long(last)  # whatever was drawn before, and however often
+    assert again.alone(last) == sets.alone(last)
+
+
+def test_a_task_of_few_items_hangs_or_repeats_them(source: Source) -> None:
+    few = Distinct("few", lambda number: draw_for(number, source.corpus), lambda draw: draw.number(1, 3), str)
+    assert {few[number] for number in range(3)} == {1, 2, 3}
+    with pytest.raises(CedarError, match=r"--items: is more than there are of few; allowed: at most 3, with this seed"):
+        few[3]
+
+
+def test_the_training_draws_something_else() -> None:
+    """The shipped model was trained on these items; what an evaluation is given may change, this may not."""
+    draw = Draw("golden", held_out=False, text=lambda random, count: f"line {random.randrange(100)}\n" * (count // 9))
+    items = [repr(make(draw, size)) for size in (100, 400, 1200) for make in TASKS.values() for _ in range(8)]
+    assert hashlib.sha256("\n".join(items).encode()).hexdigest()[:16] == "11dbd7ac16f8dfa4"
+
+
 def test_held_out_text_is_filler_or_text_of_the_training(source: Source) -> None:
     kept = [text for name, text in source.corpus.texts.items() if held_out(name)]
     assert kept == source.corpus.held_out
@@ -103,7 +148,8 @@ def test_the_needle_is_nearer_than_asked_for(source: Source) -> None:
     """The distance in tokens between fact and question is at least the one named, and not much more."""
     encode = source.encoder.tokenizer.encode
     for distance in (256, 1024):
-        item = recall_at(draw_for(distance, source.corpus), distance, lambda text: len(encode(text)))
+        draw = draw_for(distance, source.corpus)
+        item = recall_at(draw, draw_facts(draw, NEEDLE_FACTS), distance, lambda text: len(encode(text)))
         lines = item.turns[0].user
         place = lines.index(item.turns[0].answer)
         between = len(encode(lines[place:]))

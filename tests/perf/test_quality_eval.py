@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -11,10 +15,12 @@ from random import Random
 import numpy as np
 import pytest
 from perf.quality import eval as quality
-from perf.quality.blocks import Block, Crew, Outcome
-from perf.quality.cells import CELLS, CHANGED, EXACT, OFF, Marks
-from perf.quality.eval import compared, moved
+from perf.quality import kept
+from perf.quality.blocks import Block, Crew, Outcome, Plan
+from perf.quality.cells import CELLS, CHANGED, EXACT, OFF, SMALL_CHUNK, Marks
+from perf.quality.eval import LEAST_ITEMS, MARGIN, compared, moved
 from perf.quality.items import LONG_TASKS
+from perf.quality.paired import Difference
 from perf.quality.serving import Answer, Cell, Question, Server, Serving, is_right, shift
 from perf.quality.windows import Windows
 
@@ -91,6 +97,30 @@ def test_small_chunks_are_large_or_change_an_answer(server: Server, questions: l
         assert max(rows) == 64
 
 
+def test_the_cells_of_small_chunks_cut_nothing(server: Server) -> None:
+    """A prompt of 1,024 tokens, by what the engine tells of its chunks: those of the pages that a hit finds are small as well."""
+    usual = Server(replace(server.serving, chunk=2048))
+    question = Question("noise", tuple(Random(1).choices(range(11, 400), k=1024)), (5, 6, 7, 1))
+    small = [cell for cell in CELLS if cell.chunk]
+    assert sorted(cell.hit for cell in small) == [0.0, 0.75]
+    rows: list[int] = []
+    step = usual.runner.step
+
+    def counted(work: StepWork) -> StepResult:
+        rows.append(sum(len(item.token_ids) for item in work.prefills))
+        return step(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(usual.runner, "step", counted)
+        for cell in small:
+            (answer,) = usual.answer([question], cell)
+            assert answer.chunks >= 4, cell.name
+            assert max(rows) <= SMALL_CHUNK <= 256, cell.name
+    for cell in small:
+        (answer,) = usual.answer([question], replace(cell, chunk=0))
+        assert answer.chunks == (2 if cell.hit else 1), cell.name
+
+
 def test_sequences_wait_for_memory_in_a_mode(server: Server, questions: list[Question]) -> None:
     """The budget is made so that as many sequences as were asked for run at one time, whatever the replay mode."""
     most = 0
@@ -147,7 +177,12 @@ def test_a_worse_or_idle_cell_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     worse = [Answer([5 if n % 10 else 6, 1], ((5, -0.2),)) if n < 600 else Answer([5, 1], ((5, -0.2),)) for n in range(1200)]
 
     def cell(name: str, own: list[Answer], kind: Cell) -> dict[str, object]:
-        modes = {"encoder_replay": kind.encoder.value, "decoder_replay": kind.decoder.value}
+        modes = {
+            "encoder_replay": kind.encoder.value,
+            "decoder_replay": kind.decoder.value,
+            "chunk": 512,
+            "chunks_of_a_prompt": 2.0,
+        }
         marks = Marks.of(questions, right, own)
         farther = moved(marks, exact, marks.right)
         tasks = compared(base, marks, exact, 4)
@@ -180,26 +215,129 @@ def test_window_errors_are_of_the_wrong_layers_or_rows(server: Server) -> None:
         assert all(bucket["perplexity_full"] > 1 for bucket in found[side]["perplexity"])
 
 
+def test_a_cell_that_cuts_no_prompt_passes() -> None:
+    off = {"name": "off", "chunk": 8192, "chunks_of_a_prompt": 1.1, "tasks": []}
+    small = {**off, "name": "small", "encoder_replay": "off", "decoder_replay": "off", "hit": 0.0, "chunk": 256}
+    assert quality._failures([off, {**small, "chunks_of_a_prompt": 3.4}]) == []
+    (failure,) = quality._failures([off, {**small, "chunks_of_a_prompt": 1.4}])
+    assert failure == "small: prompts were not cut, they took 1.4 chunks"
+
+
+@pytest.mark.parametrize("names", ["both", "decoder;both", "exact", ""])
+def test_nothing_tells_what_rounding_moves(names: str) -> None:
+    """Without the cell exact every item whose first logits differ from off's by rounding would count as moved."""
+    chosen = quality._chosen(names)
+    assert chosen[0] is OFF
+    assert EXACT in chosen
+    assert set(names.split(";")) - {""} <= {cell.name for cell in chosen}
+
+
+def test_the_least_number_of_items_is_not_what_the_help_says() -> None:
+    comparisons = (len(CELLS) - 1) * len(LONG_TASKS)
+    few, enough = ([True] * (LEAST_ITEMS - missing) for missing in (1, 0))
+    assert Difference.of(few, few, comparisons).low <= MARGIN < Difference.of(enough, enough, comparisons).low
+
+
+def plan_of(directory: Path) -> Plan:
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors", "text.json.xz"):
+        (directory / name).write_text(name)
+    base = Serving(directory, device="cpu", dtype="float32", ops="auto", chunk=64, sequences=4, items=32)
+    return Plan(base, CELLS[:4], directory / "text.json.xz", seed=1, items=4, block=2, texts=1, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("chunk", lambda plan: replace(plan, base=replace(plan.base, chunk=128))),
+        ("sequences", lambda plan: replace(plan, base=replace(plan.base, sequences=8))),
+        ("dtype", lambda plan: replace(plan, base=replace(plan.base, dtype="bfloat16"))),
+        ("device", lambda plan: replace(plan, base=replace(plan.base, device="cuda"))),
+        ("ops", lambda plan: replace(plan, base=replace(plan.base, ops="reference"))),
+        ("seed", lambda plan: replace(plan, seed=2)),
+        ("items", lambda plan: replace(plan, items=6)),
+        ("block", lambda plan: replace(plan, block=4)),
+        ("texts", lambda plan: replace(plan, texts=2)),
+        ("cells", lambda plan: replace(plan, cells=(*plan.cells[:3], replace(plan.cells[3], hit=0.5)))),
+        ("hardware", lambda plan: replace(plan, gpus=("0",))),
+    ],
+)
+def test_blocks_of_another_measurement_are_taken(tmp_path: Path, what: str, change: Callable[[Plan], Plan]) -> None:
+    plan = plan_of(tmp_path / "model")
+    kept.save(tmp_path / "kept.json", plan, Outcome(device="cpu", runs=[1.5]))
+    again = kept.load(tmp_path / "kept.json", replace(plan, workers=7))
+    assert (again.device, again.runs) == ("cpu", [1.5])
+    with pytest.raises(CedarError, match=f"is of another .*{what}"):
+        kept.load(tmp_path / "kept.json", change(plan))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "text.json.xz"])
+def test_blocks_of_another_model_are_taken(tmp_path: Path, name: str) -> None:
+    plan = plan_of(tmp_path / "model")
+    kept.save(tmp_path / "kept.json", plan, Outcome())
+    (tmp_path / "model" / name).write_text("another")
+    with pytest.raises(CedarError, match="is of another digest"):
+        kept.load(tmp_path / "kept.json", plan)
+
+
+def test_blocks_of_another_program_are_taken(tmp_path: Path) -> None:
+    """What a worker imports of perf.quality counts, the rest of it does not."""
+    source = Path(kept.__file__).parent
+    for file in source.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    names = {file.stem for file in kept._sources(tmp_path / "blocks.py")}
+    assert {"blocks", "cells", "serving", "items", "tasks", "words", "windows"} <= names
+    assert not names & {"eval", "kept", "plots", "paired", "train"}
+
+
+def test_the_command_of_a_resumed_run_needs_its_blocks() -> None:
+    command = "python -m perf.quality.eval --items 8 --resume 'a b.json' --seconds=220 --output c.json"
+    assert kept.one_command(command, [300.0]) == command
+    assert kept.one_command(command, [300.0, 100.0]) == "python -m perf.quality.eval --items 8 --output c.json --seconds 600"
+
+
+def test_a_command_does_not_find_its_package(tmp_path: Path) -> None:
+    """What a result calls its command runs where the repository is the working directory."""
+    (tmp_path / "tool.py").write_text("from cedar.bench import facts\nprint(facts.header('')['command'])\n")
+    for command in (["-m", "tool", "--x", "1"], ["tool.py"]):
+        said = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+        assert said.stdout.strip() == f"python {' '.join(command)}"
+
+
 def test_a_result_counts_blocks_that_nobody_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four blocks of two items two are finished: four items a task; the blocks' file takes them to the next run."""
-    marks = Marks({task: [True, True] for task in LONG_TASKS}, {task: [0.5, 0.5] for task in LONG_TASKS}, 10, 0, 128)
+    """Of four blocks of two items two are finished: four items a task; the blocks' file takes them to the next run, whose
+    result is that of a run which finishes all at once."""
+    marks = {
+        number: Marks({task: [True, number > 1] for task in LONG_TASKS}, {task: [0.5, number] for task in LONG_TASKS}, 10, 0, 128)
+        for number in range(4)
+    }
     seen: list[list[int]] = []
+    most = 2
 
     def run(crew: Crew) -> Outcome:
         seen.append(list(crew._jobs))
         names = [cell.name for cell in crew._plan.cells]
-        crew._outcome.blocks += [Block(number, marks, dict.fromkeys(names, marks)) for number in seen[-1][:2]]
-        crew._outcome.left = seen[-1][2:]
+        crew._outcome.blocks += [Block(n, marks[n], dict.fromkeys(names, marks[n])) for n in seen[-1][:most]]
+        crew._outcome.left, crew._outcome.device = seen[-1][most:], "cpu"
+        crew._outcome.runs.append(30.0)
         return crew._outcome
 
     monkeypatch.setattr(Crew, "run", run)
     (tmp_path / "text.json.xz").touch()
     arguments = {"data": tmp_path, "items": 8, "block": 2, "texts": 0, "device": "cpu", "cells": "both", "model": Path("small")}
-    for output, resume, items in (("a.json", None, 4), ("b.json", tmp_path / "a.blocks.json", 8)):
+    results = []
+    for most, resume, items in ((2, None, 4), (2, tmp_path / "a.blocks.json", 8), (4, None, 8)):
+        name = "a.json" if most == 2 and not resume else "b.json"
         with pytest.raises(SystemExit):
-            quality.main(**arguments, resume=resume, output=tmp_path / output)  # type: ignore[arg-type]
-        result = json.loads((tmp_path / output).read_text())
-        assert (result["measured"]["items"], result["measured"]["blocks_left"]) == (items, (8 - items) // 2)
-        assert [row["n"] for row in result["cells"][1]["tasks"]] == [items] * len(LONG_TASKS)
-    assert seen == [[0, 1, 2, 3], [2, 3]]
+            quality.main(**arguments, resume=resume, output=tmp_path / name)  # type: ignore[arg-type]
+        results.append(json.loads((tmp_path / name).read_text()))
+        measured = results[-1]["measured"]
+        assert (measured["items"], measured["blocks_left"]) == (items, (8 - items) // 2)
+        assert measured.pop("seconds_of_runs") == [30.0] * (2 if resume else 1)
+        assert [row["n"] for row in results[-1]["cells"][1]["tasks"]] == [items] * len(LONG_TASKS)
+    assert seen == [[0, 1, 2, 3], [2, 3], [0, 1, 2, 3]]
+    assert [cell["name"] for cell in results[0]["cells"]] == ["off", "both", "exact"]
+    for result in results:
+        del result["date"], result["machine"], result["command"]
+    assert results[1] == results[2] != results[0]
     assert (tmp_path / "b.png").stat().st_size > 10_000

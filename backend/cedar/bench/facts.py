@@ -71,8 +71,10 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 def _program() -> list[str]:
     script = Path(sys.argv[0])
-    is_command = script.name == "cedar" or script.parts[-2:] == ("cedar", "__main__.py")
-    return ["cedar"] if is_command else ["python", _short(sys.argv[0])]
+    if script.name == "cedar" or script.parts[-2:] == ("cedar", "__main__.py"):
+        return ["cedar"]
+    module = sys.modules["__main__"].__spec__  # of python -m; its file would not find its package
+    return ["python", "-m", module.name] if module else ["python", _short(sys.argv[0])]
 
 
 def _short(argument: str) -> str:
