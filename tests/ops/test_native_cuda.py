@@ -104,7 +104,7 @@ def test_a_boundary_depends_on_its_batch(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "experts", "top_k"), [(64, 8, 2), (96, 30, 4), (256, 16, 4), (5120, 384, 6), (5120, 128, 3)])
-@pytest.mark.parametrize("rows", [*ROWS, 300, 700, 2053])
+@pytest.mark.parametrize("rows", [*ROWS, 250, 300, 500, 700, 2053, 4096])
 def test_a_choice_differs_from_the_reference(rows: int, hidden: int, experts: int, top_k: int) -> None:
     g = seeded(rows + experts)
     x, weight = (
@@ -136,7 +136,7 @@ def test_equal_scores_select_late_experts_or_counters_are_left() -> None:
         assert ids.tolist() == [[0, 1, 2, 3]] * 70
 
 
-@pytest.mark.parametrize("rows", [12, 24, 48, 100, 300, 640])
+@pytest.mark.parametrize("rows", [12, 24, 48, 100, 200, 300, 500, 640])
 def test_a_choice_depends_on_its_batch(rows: int) -> None:
     g = seeded(4)
     x, weight, bias = (
