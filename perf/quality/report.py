@@ -77,9 +77,9 @@ def windows(result: Result) -> str:
     for side, found in result["windows"].items():
         layer, errors = list(found["relative_error"].items())[-1]
         for bucket, error in zip(found["perplexity"], errors, strict=False):
-            values = [f"{bucket[f'perplexity_{run}']:,.0f}" for run in ("full", "bounded")]
+            values = [f"{bucket['tokens']:,}", *(f"{bucket[f'perplexity_{run}']:,.0f}" for run in ("full", "bounded"))]
             rows.append([f"{side}, from {bucket['from']}", *values, f"{bucket['loss_increase']:+.3f}", f"{error:.1%} ({layer})"])
-    headings = ["side, tokens from the replay start", "perplexity, full", "bounded", "loss, nats a token"]
+    headings = ["side, tokens from the replay start", "tokens", "perplexity, full", "bounded", "loss, nats a token"]
     return _table([*headings, "error of the streams (layer)"], rows)
 
 

@@ -182,18 +182,22 @@ def test_a_worse_or_idle_cell_passes(monkeypatch: pytest.MonkeyPatch) -> None:
             "decoder_replay": kind.decoder.value,
             "chunk": 512,
             "chunks_of_a_prompt": 2.0,
+            "ops": kind.ops or "native",
+            "global_kv": kind.global_kv,
         }
         marks = Marks.of(questions, right, own)
         farther = moved(marks, exact, marks.right)
         tasks = compared(base, marks, exact, 4)
         return {"name": name, **modes, "hit": 0.0, "replayed_tokens": 0, "moved": farther, "tasks": tasks}
 
-    bounded = Cell("decoder", EncoderReplay.OFF, DecoderReplay.BOUNDED)
+    bounded, fp8 = Cell("decoder", EncoderReplay.OFF, DecoderReplay.BOUNDED), replace(OFF, global_kv="fp8")
     answers = {"off": (right, OFF), "worse": (worse, bounded), "idle": (again, bounded), "exact": (rounded, EXACT)}
+    answers |= {"FP8": (worse[600:] * 2, fp8), "same": (right, fp8)}
     failures = quality._failures([cell(name, own, kind) for name, (own, kind) in answers.items()])
-    assert len(failures) == 2
+    assert len(failures) == 3
     assert failures[0].startswith("worse, copy: -10.00%")
     assert failures[1].startswith("idle: log-probabilities are those of off")
+    assert failures[2] == "same: log-probabilities are those of off"
 
 
 def test_window_errors_are_of_the_wrong_layers_or_rows(server: Server) -> None:

@@ -20,6 +20,8 @@ def test_a_text_says_something_else_than_the_result() -> None:
 
 def test_a_failure_is_not_told() -> None:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
+    for each in (row for cell in result["cells"] for row in cell["tasks"]):
+        each["passes"] = True
     row = result["cells"][1]["tasks"][0]
     row["passes"], row["low"], row["lost"] = False, -0.034, row["lost"] + 20
     result["failures"] = ["both, copy: -2.00% (-3.40% to -1.00%)"]
