@@ -87,8 +87,6 @@ template <class T> void load_vector(const std::array<T*, 4>& to, uint32_t addres
 }
 inline void ld_shared_v4_u32(const std::array<uint32_t*, 4>& to, uint32_t address) { load_vector(to, address); }
 inline void ld_shared_cluster_v4_f32(const std::array<float*, 4>& to, uint32_t address) { load_vector(to, address); }
-inline void ld_shared_cluster_f32(float& to, uint32_t address) { to = *place<float>(address); }
-template <class A> void st_shared_u32(uint32_t address, A x) { *place<uint32_t>(address) = x; }
 template <class A> void st_shared_v4_u32(uint32_t address, const A& from) {
     struct alignas(16) Four { uint32_t v[4]; };
     *place<Four>(address) = {{*from[0], *from[1], *from[2], *from[3]}};

@@ -37,7 +37,7 @@ SMALL = [
         id="mega_gate",
     ),
     pytest.param("", "window_records or entries or entry_depends or not_finite", id="stores"),
-    pytest.param("_engram", "other_rows and not staged or gate_differs and not 1100 or gate_depends", id="engram"),
+    pytest.param("_engram", "other_rows and not from_the_host or gate_differs and not 1100 or gate_depends", id="engram"),
     pytest.param(
         "_linear",
         "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends",

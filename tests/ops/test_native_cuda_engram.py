@@ -65,7 +65,7 @@ def test_a_row_behind_four_gigabytes_is_another() -> None:
 @on_gpu
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_staged_rows_are_other_rows(pinned: bool, home: str) -> None:
+def test_rows_from_the_host_are_other_rows(pinned: bool, home: str) -> None:
     g = seeded(5)
     table, scale = (torch.randint(0, 250, (5000, width), generator=g, dtype=torch.uint8) for width in (256, 8))
     places = [part.pin_memory() if pinned else part for part in (table, scale)]

@@ -82,10 +82,19 @@ def test_a_choice_of_the_whole_kernel_differs_from_the_reference(kernels: Kernel
     assert_close(weights, expected, 1e-6)
 
 
+def test_a_text_has_an_image_bias(kernels: Kernels) -> None:
+    """The model gives it always; the package wants both or neither."""
+    *arguments, image_bias, _ = gate(seeded(8), 9, 128, 256, images=True)
+    (ids, weights), (expected_ids, expected) = run(mega_gate, *arguments, image_bias, None), mega_gate(*arguments)
+    assert torch.equal(ids, expected_ids)
+    assert_close(weights, expected, 1e-6)
+
+
 def test_a_nan_stops_the_gpu(kernels: Kernels) -> None:
     x, *rest = gate(seeded(6), 5, 128, 256)
     ids, weights = run(mega_gate, x, *rest)
     x[1], x[3, 7] = torch.nan, torch.inf
+    x[3, 8:80] = 3e38
     other_ids, other_weights = run(mega_gate, x, *rest)
     kept = [0, 2, 4]
     assert torch.equal(other_ids[kept], ids[kept])

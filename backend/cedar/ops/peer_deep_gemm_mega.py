@@ -7,6 +7,8 @@ graph is captured.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ _PARTS, _PART = 16, 64
 _GATE_DEPTH, _GATE_LANES = 256, 4
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32
 _POST_SCALE = 2.0
+_LARGEST = 2.0**100
+"""Of a router's input: its logits stay finite."""
 
 
 def cross(streams: Tensor, written: Written | None, pre: Tensor | None, mixing: Mixing | None, norm: Norm | None) -> Crossing:
@@ -33,10 +37,9 @@ def cross(streams: Tensor, written: Written | None, pre: Tensor | None, mixing: 
             f"streams are {streams.dtype}, {hc} of {hidden}; it takes {_STREAMS} in bfloat16, by multiples of {_PARTS * _PART}"
         )
     scales, weight = _constants(mixing, norm)
-    package = kernels()
-    package.use_deterministic_algorithms(True)  # as many parts of a sum for any number of rows
+    package = _deterministic()
     new = torch.empty_like(streams, memory_format=torch.contiguous_format)
-    gates = Gates(torch.empty_like(pre), torch.empty_like(written.post), torch.empty_like(written.comb))
+    gates = Gates(*(x.new_empty(x.shape) for x in (pre, written.post, written.comb)))
     normed = streams.new_empty(rows, hidden)
     package.mega_mhc(
         written.output.contiguous(),
@@ -63,6 +66,13 @@ def cross(streams: Tensor, written: Written | None, pre: Tensor | None, mixing: 
         y_bf16=normed,
     )
     return Crossing(new, gates, normed)
+
+
+def _deterministic() -> Any:
+    """The package, told to cut sums into as many parts for any number of rows."""
+    package = kernels()
+    package.use_deterministic_algorithms(True)
+    return package
 
 
 def _constants(mixing: Mixing, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -100,8 +110,10 @@ def route(
             f"{top_k} of {experts} experts of {hidden} inputs are to be chosen; it takes up to {_MOST_CHOSEN} of {_MOST_EXPERTS} "
             f"by multiples of {_GATE_LANES}, and inputs by multiples of {_GATE_DEPTH}"
         )
-    x = torch.nan_to_num(x, 0.0, 0.0, 0.0)
-    ids, weights = kernels().bf16_mega_gate(
+    if image is None or image_bias is None:
+        image = image_bias = None  # both or neither
+    x = torch.nan_to_num(x, 0.0, 0.0, 0.0).clamp(-_LARGEST, _LARGEST)
+    ids, weights = _deterministic().bf16_mega_gate(
         x.contiguous(), weight, top_k, False, 0, scaling, 0, bias=bias, image_bias=image_bias, image_token_mask=image
     )
     return ids, weights

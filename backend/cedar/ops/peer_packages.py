@@ -48,7 +48,7 @@ PEERS = {
             "mxfp8_linear": Adapter("peer_deep_gemm", ("fp8_gemm_nt", "bf16_gemm_nt")),
             "wo_a": Adapter("peer_deep_gemm", ("fp8_einsum", "einsum")),
             "mega_mhc": Adapter("peer_deep_gemm_mhc", ("tf32_hc_prenorm_gemm",), ("mega_mhc", "use_deterministic_algorithms")),
-            "mega_gate": Adapter("peer_deep_gemm_experts", ("bf16_gemm_nt",), ("bf16_mega_gate",)),
+            "mega_gate": Adapter("peer_deep_gemm_experts", ("bf16_gemm_nt",), ("bf16_mega_gate", "use_deterministic_algorithms")),
             "moe_fp4": Adapter(
                 "peer_deep_gemm_experts",
                 ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout"),

@@ -22,11 +22,11 @@ __device__ inline uint32_t turn_pair(uint32_t pair, float c, float s) {
     return *reinterpret_cast<const uint32_t*>(&y);
 }
 
-// The query on its way to its tile, and there as the products need it: rotated, and units in their order. The block's first
-// `Threads`. A thread has one unit of every so many heads.
-template <int D, int Threads = kReaderThreads>
+// The query on its way to its tile, and there as the products need it: rotated, and units in their order. The
+// readers. A thread has one unit of every so many heads.
+template <int D>
 struct Query {
-    static constexpr int kUnits = D / 8, kHeadStep = Threads / kUnits, kEach = kHeads / kHeadStep;
+    static constexpr int kUnits = D / 8, kHeadStep = kReaderThreads / kUnits, kEach = kHeads / kHeadStep;
 
     template <class Shared>
     __device__ explicit Query(Shared& memory)

@@ -25,4 +25,7 @@ CEDAR_BODY(mega_attention)
 #undef CEDAR_BODY
 }  // namespace plain
 
+// Has the device Hopper's matrix instruction of warp groups, and the build its products (wgmma.cuh)? (linear.cu)
+bool has_groups();
+
 }  // namespace cedar::cuda

@@ -175,13 +175,6 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
     }
 }
 
-// Has this device the instruction?
-inline bool has_groups() {
-    int device = 0, major = 0;
-    return kWideBuilt && cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
-}
-
 // Clusters that run at the same time.
 template <class... Parameters>
 int places_of(void (*kernel)(Parameters...), int threads, size_t shared, int cluster) {
@@ -198,6 +191,7 @@ int places_of(void (*kernel)(Parameters...), int threads, size_t shared, int clu
     int places = 0;
     const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)) == cudaSuccess &&
                        cudaOccupancyMaxActiveClusters(&places, kernel, &config) == cudaSuccess;
+    if (!known) cudaGetLastError();  // the launch that follows is not to be blamed
     return known && places > 0 ? places : 1;
 }
 

@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     const int steps = int(a.hidden) / (2 * kManyDepth);
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int slot = 0; slot < T::kStages; ++slot) init_barrier(full + slot, 1), init_barrier(empty + slot, 3 * kManyGroups * 4);  // by the warps of three blocks
+        for (int slot = 0; slot < T::kStages; ++slot)
+            init_barrier(full + slot, 1), init_barrier(empty + slot, 3 * kManyGroups * 4);  // by the warps of three blocks
         publish_barriers();
     }
     __syncwarp();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // y[t, n] = x_t . w_n on Hopper, of up to some hundreds of tokens: mostly a matter of streaming the weight. A block has 64 rows of
-// it for each of its warp groups and up to 128 tokens. The copy engine fills a ring; the last warp that has read a stage orders what
-// is next, so that no warp's registers are spent on that. Weights are widened in registers, once for all the block's tokens, from where the matrix instruction takes them; tokens are its columns.
+// it for each of its warp groups and up to 128 tokens. The copy engine fills a ring; the last warp that has read a stage orders
+// what is next, so that no warp's registers are spent on that. Weights are widened in registers, once for all the block's tokens,
+// from where the matrix instruction takes them; tokens are its columns.
 //
 // The blocks of a cluster share k. Each owns a part of the outputs: the others send it their sums, which it adds in the order
 // of the parts. A part is summed over its k in rising order. Parts depend on the dimensions alone, so a token's bits do not depend
@@ -28,12 +29,13 @@ namespace cedar::cuda {
 #define CEDAR_LINEAR_OWN_SUMS 48  // up to so many tokens, sums have a place of their own beside the ring
 #endif
 
+static_assert(CEDAR_LINEAR_CLUSTER <= 8, "a warp group's 64 rows are owned in eights");
 constexpr int kMostGroups = CEDAR_LINEAR_GROUPS, kGroupDepth = 64, kMostGroupTokens = 128, kMostGroupStages = 8;
 constexpr size_t kMostGroupShared = 226 * 1024;  // static shared memory is besides
 constexpr int kSumsBlock = 72;  // floats of 8 rows times 8 tokens: four blocks' values of a row meet all banks
 
-// A stage of a block with up to Most warp groups has two blocks of 64 values of k: 64 rows for each warp group, E4M3 of 128 bytes or twice bf16 of 128; then the tokens,
-// twice N rows of 128 bytes. All are swizzled by the copy engine.
+// A stage of a block with up to Most warp groups has two blocks of 64 values of k: 64 rows for each warp group, E4M3 of 128 bytes
+// or twice bf16 of 128; then the tokens, twice N rows of 128 bytes. All are swizzled by the copy engine.
 template <int N, int Most, class Weight>
 struct GroupStage {
     static constexpr bool kFp8 = Weight::kSteps == 4, kOwnSums = N <= CEDAR_LINEAR_OWN_SUMS;

@@ -49,26 +49,7 @@ __device__ inline void send(uint32_t to, uint32_t barrier, float4 x) {
                  : "memory");
 }
 
-// From a place as address_in gives it, after a barrier of the cluster.
-__device__ inline float4 load_from(uint32_t from) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
-    return x;
-}
-
-__device__ inline float load_one_from(uint32_t from) {
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
-    return x;
-}
-
-// A copy of 16 bytes, or zeros in their place; `global` can be read either way.
-__device__ inline void copy_16_or_zero(void* shared, const void* global, bool copied) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(copied ? 16 : 0) : "memory");
-}
-
-// The barrier of the cluster, in two halves. publish_to_cluster: what the thread wrote is visible behind the others' wait.
-__device__ inline void publish_to_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The barrier of the cluster, in two halves; nothing that the thread wrote is promised to be seen behind the others' wait.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

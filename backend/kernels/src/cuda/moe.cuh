@@ -56,9 +56,6 @@ __device__ inline float swiglu(float g, float u, float limit) {
 // values, which is what a lane's word of codes has, then goes.
 __host__ __device__ inline int order_for_groups(int q, int i) { return i / 2 * 8 + q * 2 + i % 2; }
 
-// Has the device Hopper's matrix instruction of warp groups, and the build its products (wgmma.cuh)? (linear.cu)
-bool has_groups();
-
 // Rows `row` and 8 + `row` of a tile, for the token at a place. The first product's are a gate and its up.
 template <bool kFirst>
 __device__ inline void store_result(const ExpertProduct& p, const Groups& groups, int place, int tile, int row, float low, float high) {

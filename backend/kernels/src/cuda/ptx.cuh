@@ -25,14 +25,6 @@ __device__ inline uint4 load_once(const void* p) {
 // 16 bytes that were written by an earlier launch.
 __device__ inline uint4 load_cached(const void* p) { return __ldg(static_cast<const uint4*>(p)); }
 
-// The block's threads ask for rows of memory to come to L2, and do not wait: what a kernel reads only after something else.
-__device__ inline void prefetch_rows(const void* first, int64_t stride, int64_t rows, int64_t bytes) {
-    constexpr int kLine = 128;
-    const int64_t lines = (bytes + kLine - 1) / kLine;
-    for (int64_t i = threadIdx.x; i < rows * lines; i += blockDim.x)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(first) + i / lines * stride + i % lines * kLine));
-}
-
 // ---- copies from device to shared memory behind the thread's back ----
 
 __device__ inline void copy_16(void* shared, const void* global) {

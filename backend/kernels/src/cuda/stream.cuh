@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of few tokens whose weight is on its way from the first instruction on: a warp has 16 rows, and a ring in shared
 // memory into which each lane copies what it will itself widen, so that warps wait for nobody. Tokens come through L1. k is
-// walked in the order of skinny.cuh (with parts) or of tiles.cuh (without).
+// walked in the order of linear_split.cuh (with parts) or of tiles.cuh (without).
 #pragma once
 
 #include "tiles.cuh"
