@@ -220,7 +220,7 @@ def test_window_errors_are_of_the_wrong_layers_or_rows(server: Server) -> None:
 
 
 def test_a_cell_that_cuts_no_prompt_passes() -> None:
-    off = {"name": "off", "chunk": 8192, "chunks_of_a_prompt": 1.1, "tasks": []}
+    off = {"name": "off", "chunk": 8192, "chunks_of_a_prompt": 1.1, "ops": "native", "global_kv": "nvfp4", "tasks": []}
     small = {**off, "name": "small", "encoder_replay": "off", "decoder_replay": "off", "hit": 0.0, "chunk": 256}
     assert quality._failures([off, {**small, "chunks_of_a_prompt": 3.4}]) == []
     (failure,) = quality._failures([off, {**small, "chunks_of_a_prompt": 1.4}])
