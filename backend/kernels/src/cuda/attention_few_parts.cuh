@@ -9,11 +9,6 @@
 
 namespace cedar::cuda::attention {
 
-__device__ inline void send_two(uint32_t to, uint32_t barrier, float x, float y) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y), "r"(barrier)
-                 : "memory");
-}
-
 // At a barrier of a block of the cluster.
 __device__ inline void arrive_at(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -36,7 +31,7 @@ struct Parcel {
         const uint32_t landed = address_in(shared_address(&barrier), to);
         if (count > 0) send(address_in(shared_address(&four[0][slot]), to), landed, make_float4(x[0][0], x[0][1], x[1][0], x[1][1]));
         if (count > 2) send(address_in(shared_address(&four[1][slot]), to), landed, make_float4(x[2][0], x[2][1], x[3][0], x[3][1]));
-        if (count > 4) send_two(address_in(shared_address(&last[slot]), to), landed, x[4][0], x[4][1]);
+        if (count > 4) send_pair(address_in(shared_address(&last[slot]), to), landed, x[4][0], x[4][1]);
     }
 
     // Of tiles t and t + 1; of the last one, its own twice.

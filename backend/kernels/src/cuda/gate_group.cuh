@@ -9,8 +9,8 @@
 #pragma once
 
 #include "gate_choose.cuh"
-#include "gate_cluster.cuh"
 #include "gate_multiply.cuh"
+#include "linear_tensor.cuh"
 
 namespace cedar::cuda {
 

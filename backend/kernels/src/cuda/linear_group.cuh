@@ -52,19 +52,6 @@ struct GroupStage {
     }
 };
 
-// Where a place in shared memory lies in another block of the cluster.
-__device__ inline uint32_t address_in(const void* shared, int block) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(block));
-    return there;
-}
-
-// Two values to a place in a block of the cluster, for a barrier there that expects their bytes.
-__device__ inline void send_pair(uint32_t to, uint32_t barrier, float a, float b) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(a), "f"(b), "r"(barrier)
-                 : "memory");
-}
-
 // Four matrices of 8 x 8 bf16; lane 8 j + i has the address of row i of matrix j.
 __device__ inline void load_rows(const void* row, uint32_t (&a)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -221,7 +208,7 @@ __global__ void __launch_bounds__(Most * 128, 1)
     for (int half = 0; half < 2; ++half) {  // a warp's 8 rows have one owner
         const int eight = warp % 4 * 2 + half, owner = eight >> own_bits, own = eight & (1 << own_bits) - 1;
         unsigned char* const place = sums + ((part * sums_blocks + (group << own_bits) + own) * kSumsBlock + lane * 2) * int(sizeof(float));
-        const uint32_t to = address_in(place, owner), barrier = address_in(&added, owner);
+        const uint32_t to = address_in(shared_address(place), owner), barrier = address_in(shared_address(&added), owner);
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
             if (n < columns) {

@@ -5,6 +5,7 @@
 
 #include <cuda.h>  // types alone: the driver's function is looked up at run time
 
+#include "cluster.cuh"
 #include "moe_bulk.cuh"
 
 namespace cedar::cuda {
@@ -58,10 +59,6 @@ __device__ inline void leave_together() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-
-// The same in two halves; what a thread wrote is seen behind the others' wait.
-__device__ inline void publish_to_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Four matrices of 8 x 8 bf16 whose rows are in registers, two values of row lane / 4 each, to shared memory by columns: lane
 // 8 j + i has the address of column i of matrix j.

@@ -3,18 +3,12 @@
 // adds them, and each store announces its bytes to a barrier there.
 #pragma once
 
+#include "cluster.cuh"
 #include "ptx.cuh"
 
 namespace cedar::cuda {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
-// The same place in the memory of block `rank` of the cluster.
-__device__ inline uint32_t address_in(uint32_t address, int rank) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
 
 __device__ inline void start_barrier(uint64_t* barrier, int arrivals = 1) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -41,17 +35,6 @@ __device__ inline void await_phase(uint64_t* barrier, int phase) {
         "r"(phase & 1)
         : "memory");
 }
-
-// 16 bytes to a place in a block's memory, announced to a barrier of that block; both as address_in gives them.
-__device__ inline void send(uint32_t to, uint32_t barrier, float4 x) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(x.x), "f"(x.y),
-                 "f"(x.z), "f"(x.w), "r"(barrier)
-                 : "memory");
-}
-
-// The barrier of the cluster, in two halves; nothing that the thread wrote is promised to be seen behind the others' wait.
-__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // In one piece: the compiler would store the components of an assigned uint4 one by one.
 __device__ inline void store_16(void* to, uint4 x) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of a cluster's other blocks, and half of its barrier.
+// The memory of a cluster's other blocks, and its barrier.
 #pragma once
 
-#include "linear_tensor.cuh"
+#include <cuda_runtime.h>
 
 namespace cedar::cuda {
 
@@ -13,10 +13,14 @@ __device__ inline uint32_t address_in(uint32_t address, int rank) {
     return there;
 }
 
-// 16 bytes to a place in a block's memory, announced to a barrier of that block; both as address_in gives them.
+// To a place in a block's memory, announced to a barrier of that block; both as address_in gives them.
 __device__ inline void send(uint32_t to, uint32_t barrier, float4 x) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(x.x), "f"(x.y),
                  "f"(x.z), "f"(x.w), "r"(barrier)
+                 : "memory");
+}
+__device__ inline void send_pair(uint32_t to, uint32_t barrier, float x, float y) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y), "r"(barrier)
                  : "memory");
 }
 
@@ -27,7 +31,9 @@ __device__ inline float4 load_from(uint32_t from) {
     return x;
 }
 
-// The cluster's barrier, first half: nothing that the thread wrote is promised to be seen behind the others' await_cluster.
+// The cluster's barrier, in two halves. publish_to_cluster: what the thread wrote is seen behind the others' wait.
+__device__ inline void publish_to_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 }  // namespace cedar::cuda
