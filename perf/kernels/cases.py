@@ -20,7 +20,7 @@ from cedar.cache.records import RecordPool
 from cedar.cache.rows import WindowPlan, WritePlan
 from cedar.ops.abi import OPERATIONS
 from cedar.ops.compress import CompressorWeights, compress_store
-from cedar.ops.engram import engram_gate, engram_gather, staging
+from cedar.ops.engram import engram_gate, engram_gather, row_width, staging
 from cedar.ops.mhc import Mixing, Written, mega_mhc
 from cedar.ops.moe import Experts, mega_gate, moe_fp4
 from cedar.ops.native import load
@@ -284,12 +284,13 @@ def experts(rows: int) -> Iterator[Case]:
 
 
 @functools.cache
-def engram_table(place: str, gib: int) -> tuple[Tensor, Tensor]:
-    count = (gib << 30) // 264
-    table, scales = (_bytes(place, count, width) for width in (COLUMN, COLUMN // 32))
-    table.fill_(0x34), scales.fill_(120)
+def engram_table(place: str, gib: int) -> Tensor:
+    """Rows with their scales behind them."""
+    table = _bytes(place, (gib << 30) // row_width(COLUMN), row_width(COLUMN))
+    table.fill_(0x34)
     table[::7].fill_(0x41)
-    return table, scales
+    table[:, COLUMN:].fill_(120)
+    return table
 
 
 def _bytes(place: str, *shape: int) -> Tensor:
@@ -315,9 +316,9 @@ def huge_pages(count: int) -> Tensor:
 
 
 def read_by_gpu(inputs: tuple[Any, ...]) -> Tensor:
-    ids, table, scales, dtype, device = inputs
+    ids, table, _, dtype, device = inputs
     out = torch.empty(*ids.shape, COLUMN, dtype=dtype, device=device)
-    torch.ops.cedar.engram_gather.default(ids, table, scales, out)
+    torch.ops.cedar.engram_gather.default(ids, table, None, out)
     return out.flatten(1)
 
 
@@ -333,6 +334,7 @@ def lookups(rows: int, host_gib: int) -> Iterator[tuple[str, str, int, Callable[
     if host_gib == 0:
         return
     yield PINNED, PINNED, host_gib, choice, False
+    yield f"{PINNED}, ids on the CPU", PINNED, host_gib, choice, True
     yield HUGE, HUGE, host_gib, read_by_gpu, False
     for place in (PINNED, HUGE):
         if rows >= FEWEST_STAGED:
@@ -344,9 +346,9 @@ def engram(rows: int, compiled: bool, host_gib: int) -> Iterator[Case]:
 
         def make(seed: int, place: str = place, gib: int = gib, on_cpu: bool = on_cpu) -> tuple[Any, ...]:
             load()
-            table, scales = engram_table(place, gib)
+            table = engram_table(place, gib)
             ids = torch.randint(-1, table.shape[0], (rows, COLUMNS), generator=seeded(seed), device="cuda")
-            return ids.cpu() if on_cpu else ids, table, scales, BF16, torch.device("cuda", torch.cuda.current_device())
+            return ids.cpu() if on_cpu else ids, table, None, BF16, torch.device("cuda", torch.cuda.current_device())
 
         def check(make: Any = make, run: Any = run) -> float:
             inputs = make(99)

@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 KERNELS = ROOT / "backend" / "kernels"
 BUILD = ROOT / "build" / "cuda_emulator"
+HOST = [KERNELS / "src" / name for name in ("check.h", "check.cpp", "cpu/pool.h", "cpu/pool.cpp", "cpu/pack.cpp")]
+"""What the host's side of a call needs."""
 FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-mavx2", "-mfma", "-w"),
     *("-DCEDAR_WIDE_WGMMA", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-D__CUDA_ARCH__=900"),
@@ -88,7 +90,7 @@ def build(checks: list[str] | None = None) -> Path:
     checks = checks or []
     cuda = {path.name: translate(path.read_text()) for path in sorted((KERNELS / "src" / "cuda").iterdir())}
     own = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), *(HERE / "include").iterdir()])
-    others = [KERNELS / "include" / "cedar_kernels.h", KERNELS / "src" / "check.h", KERNELS / "src" / "check.cpp", *own]
+    others = [KERNELS / "include" / "cedar_kernels.h", *HOST, *own]
     headers = (text for name, text in cuda.items() if not name.endswith(".cu"))
     sources = BUILD / _digest(*headers, *(path.read_text() for path in others), *FLAGS, *checks)
     (sources / "cuda").mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,7 @@ def build(checks: list[str] | None = None) -> Path:
         path.write_text(f'#line 1 "{KERNELS / "src" / "cuda" / name}"\n{text}')
         if name.endswith(".cu"):
             jobs.append((path, sources / f"{path.stem}-{_digest(text)}.o"))
-    jobs += [(path, sources / f"{path.stem}.o") for path in (KERNELS / "src" / "check.cpp", *own) if path.suffix == ".cpp"]
+    jobs += [(path, sources / f"{path.stem}.o") for path in (*HOST, *own) if path.suffix == ".cpp"]
     includes = [HERE / "include", sources, KERNELS / "include", KERNELS / "src"]
     return _link(sources / f"{_digest(*(str(job[1]) for job in jobs))}.so", jobs, includes, checks)
 

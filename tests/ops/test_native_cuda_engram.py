@@ -9,7 +9,7 @@ import pytest
 import torch
 from native_support import assert_close, run_native, seeded
 
-from cedar.ops.engram import Staging, engram_gate, engram_gather
+from cedar.ops.engram import FEWEST_PACKED, Staging, engram_gate, engram_gather, joined_rows
 from cedar.ops.native import NativeUnsupported, load
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -26,25 +26,31 @@ def test_the_packed_way_gives_other_rows(dtype: torch.dtype) -> None:
     load()
     g, staging = seeded(3), Staging(torch.device("cpu"))
     table, scale = (torch.randint(0, 254, (900, width), generator=g, dtype=torch.uint8) for width in (64, 2))
-    for tokens in (3, 2100, 7):
+    for tokens in (3, 2100, 7, 0):
         ids = torch.randint(-2, 900, (tokens, 5), generator=g)
-        ids[0, 0] = -(1 << 40)
-        actual, expected = staging.gather(ids, table, scale, dtype), engram_gather(ids, table, scale, dtype)
-        assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
+        ids[:1, 0] = -(1 << 40)
+        expected = engram_gather(ids, table, scale, dtype)
+        for source in ((table, scale), (joined_rows(table, scale), None)):
+            actual = staging.gather(ids, source[0], source[1], dtype)
+            assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize(("dim", "columns", "rows"), [(256, 24, 1), (256, 24, 300), (32, 3, 17)])
-def test_rows_are_other_rows(dim: int, columns: int, rows: int, pinned: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "columns", "rows"), [(256, 24, 1), (256, 24, 300), (256, 24, 1500), (32, 3, 17), (544, 5, 40), (544, 5, 900)]
+)
+def test_rows_are_other_rows(dim: int, columns: int, rows: int, joined: bool, pinned: bool, dtype: torch.dtype) -> None:
     g = seeded(rows)
     table = torch.randint(0, 256, (5000, dim), generator=g, dtype=torch.uint8)
     scale = torch.randint(0, 254, (5000, dim // 32), generator=g, dtype=torch.uint8)
     ids = torch.randint(-1, 5000, (rows, columns), generator=g)
     ids[0, 0], ids[-1, -1] = 4999, -(1 << 40)
     expected = engram_gather(ids, table, scale, dtype)
-    places = [part.pin_memory() if pinned else part.cuda() for part in (table, scale)]
+    parts = (joined_rows(table, scale), None) if joined else (table, scale)
+    places = [part if part is None else part.pin_memory() if pinned else part.cuda() for part in parts]
     actual = run_native(engram_gather, ids.cuda(), *places, dtype)
     assert torch.equal(actual.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -65,11 +71,13 @@ def test_a_row_behind_four_gigabytes_is_another() -> None:
 @on_gpu
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_rows_from_the_host_are_other_rows(pinned: bool, home: str) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_rows_from_the_host_are_other_rows(joined: bool, pinned: bool, home: str) -> None:
     g = seeded(5)
     table, scale = (torch.randint(0, 250, (5000, width), generator=g, dtype=torch.uint8) for width in (256, 8))
-    places = [part.pin_memory() if pinned else part for part in (table, scale)]
-    for tokens in (1, 256, 2500, 300):  # grows, and is written again at once
+    parts = (joined_rows(table, scale), None) if joined else (table, scale)
+    places = [part.pin_memory() if pinned and part is not None else part for part in parts]
+    for tokens in (1, FEWEST_PACKED - 1, FEWEST_PACKED, 2500, 300):  # grows, and is written again at once
         ids = torch.randint(-1, 5000, (tokens, 24), generator=g)
         actual = run_native(engram_gather, ids.to(home), *places, torch.bfloat16, torch.device("cuda", 0))
         expected = engram_gather(ids, table, scale, torch.bfloat16)

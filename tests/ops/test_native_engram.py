@@ -7,10 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_support import DTYPES, assert_close, assert_nan_stays, assert_rows_alone, run_native, seeded, tolerance
+from native_support import (
+    DTYPES,
+    assert_close,
+    assert_nan_stays,
+    assert_rows_alone,
+    native_library,
+    run_native,
+    seeded,
+    tolerance,
+)
 
 from cedar.cache.formats import pack_fp8
-from cedar.ops.engram import engram_gate, engram_gather
+from cedar.ops.engram import engram_gate, engram_gather, joined_rows, pack_rows, row_width
 
 
 @settings(max_examples=60, deadline=None)
@@ -24,6 +33,37 @@ def test_a_gathered_row_differs_from_the_table(rows: int, columns: int, groups: 
     if rows:
         assert torch.equal(actual, engram_gather(ids, table, scale, dtype))
         assert (actual.view(rows, columns, -1)[ids < 0] == 0).all()
+    joined = joined_rows(table, scale)
+    assert torch.equal(actual, run_native(engram_gather, ids, joined, None, dtype))
+    assert torch.equal(actual, engram_gather(ids, joined, None, dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 700), st.integers(1, 9), st.booleans())
+def test_a_packed_row_is_another(rows: int, groups: int, joined: bool) -> None:
+    native_library()
+    g, dim = seeded(rows), 32 * groups
+    table, scale = (torch.randint(0, 256, (300, width), generator=g, dtype=torch.uint8) for width in (dim, groups))
+    ids = torch.randint(-1, 301, (rows,), generator=g)
+    if rows:
+        ids[0] = -(1 << 40)
+    packed = torch.full((rows, row_width(dim)), 7, dtype=torch.uint8)
+    source = (joined_rows(table, scale), None) if joined else (table, scale)
+    pack_rows(ids, source[0], source[1], packed)
+    alive = (ids >= 0) & (ids < 300)
+    expected = torch.cat([table, scale], 1)[ids.where(alive, 0)] * alive[:, None]
+    assert torch.equal(packed[:, : dim + groups], expected)
+    assert packed[:, dim + groups :].eq(7).all()
+
+
+@pytest.mark.parametrize(("width", "condition"), [(265, "a.width % 8 == 0"), (256, "a.width >= a.dim [+] a.dim / 32")])
+def test_rows_that_cannot_have_their_scales_are_read(width: int, condition: str) -> None:
+    native_library()
+    ids, table, out = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, width, dtype=torch.uint8), torch.zeros(1, 1, 256)
+    with pytest.raises(RuntimeError, match=condition):
+        torch.ops.cedar.engram_gather.default(ids, table, None, out)
+    with pytest.raises(RuntimeError, match="to 256 bytes; dim is 256"):
+        pack_rows(ids, torch.zeros(5, 264, dtype=torch.uint8), None, torch.empty(1, 256, dtype=torch.uint8))
 
 
 def test_every_code_and_scale_is_decoded_otherwise() -> None:

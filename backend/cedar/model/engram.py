@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cedar.config.model import ModelConfig
 from cedar.errors import invalid
 from cedar.model.linear import Linear, Reader
-from cedar.ops.engram import engram_gate, engram_gather
+from cedar.ops.engram import engram_gate, engram_gather, joined_rows
 
 Int64 = npt.NDArray[np.int64]
 
@@ -115,7 +115,7 @@ class Engram(nn.Module):
 
     The table (FP8 rows, UE8M0 scale per 32) stays in the checkpoint's bytes, where the reader put it (memory-mapped): it
     is the largest tensor of the model and a step reads a few rows. They are dequantised in the gather. Only beside weights on a
-    GPU a table of at most `GPU_TABLE_BYTES` lies with them.
+    GPU a table of at most `GPU_TABLE_BYTES` lies with them, each row's scales behind its codes (`joined_rows`).
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Engram(nn.Module):
         self.wkv = Linear(columns, (hc + 1) * hidden, dtype, fp8=True, act_quant=act_quant, weight_dtype=weight_dtype)
         self.qk_weight = nn.Parameter(torch.empty(hc, hidden), requires_grad=False)
         self.table: Tensor
-        self.table_scale: Tensor
+        self.table_scale: Tensor | None
 
     def forward(self, streams: Tensor, rows: Tensor) -> Tensor:
         """streams [T, hc, D]; rows int64 [T, columns] (`EngramHasher.rows` of this layer) -> new streams, see `engram_gate`."""
@@ -150,8 +150,9 @@ class Engram(nn.Module):
     def load(self, read: Reader, prefix: str) -> None:
         """Takes ``<prefix>.embed`` (kept as the reader gives it), ``.wkv``, ``.q_weight`` and ``.k_weight``."""
         self.table = read(f"{prefix}.embed.weight").view(torch.uint8)
-        self.table_scale = read(f"{prefix}.embed.scale")
+        self.table_scale = scale = read(f"{prefix}.embed.scale")
         if self.qk_weight.is_cuda and self.table.nbytes <= GPU_TABLE_BYTES:
-            self.table, self.table_scale = self.table.to(self.qk_weight.device), self.table_scale.to(self.qk_weight.device)
+            home = self.qk_weight.device
+            self.table, self.table_scale = joined_rows(self.table.to(home), scale.to(home)), None
         self.wkv.load(read, f"{prefix}.wkv")
         self.qk_weight.copy_(read(f"{prefix}.q_weight").float() * read(f"{prefix}.k_weight").float())

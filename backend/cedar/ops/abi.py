@@ -69,8 +69,8 @@ TABLE = {
         window_index:i64[rows,window_width] entries?:any[entry_rows,...] entry_index?:i64[rows,entry_width]
         out!:type[rows,heads,dim]""",
     "engram_gather": """
-        type rows columns dim table_rows
-        ids:i64[rows,columns] table@:u8[table_rows,dim] table_scale@:u8[table_rows,dim//32] out!:type[rows,columns,dim]""",
+        type rows columns dim table_rows width
+        ids:i64[rows,columns] table@:u8[table_rows,width] table_scale?@:u8[table_rows,dim//32] out!:type[rows,columns,dim]""",
     "engram_gate": """
         type rows hc hidden norm_eps:float
         streams:type[rows,hc,hidden] keys_value:type[rows,hc+1,hidden] qk_weight:f32[hc,hidden]

@@ -5,99 +5,117 @@ from __future__ import annotations
 
 import functools
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cedar.cache.formats import unpack_fp8
-from cedar.ops.native import NativeUnsupported
+from cedar.ops.native import NativeUnsupported, load
 from cedar.ops.provider import FusedOp
 
 _CHUNK_TOKENS = 1024
-"""Of one copy; the CPU gathers the next ones meanwhile."""
-_TASK_TOKENS = 64
-"""Of a thread's task at least: what it gathers then takes many times as long as to hand it over."""
+"""Of which the GPU reads the rows while the CPU gathers the next ones."""
+FEWEST_PACKED, FEWEST_THREADS = 256, 8
+"""Tokens, and threads of the CPU, from which its gathering the rows of a pinned table takes less than the GPU's reading each
+where it lies (H200, 4,096 tokens: 1.0 ms by 16 threads, 2.6 ms by the GPU; four threads only pack as fast as the GPU reads)."""
+
+
+def row_width(dim: int) -> int:
+    """Bytes of a row of ``dim`` codes with its scales behind them, and what makes it a multiple of 8."""
+    return -(-33 * dim // 256) * 8
+
+
+def joined_rows(table: Tensor, table_scale: Tensor) -> Tensor:
+    """A table whose rows have their scales behind them: uint8 [R, d], [R, d/32] -> [R, row_width(d)]."""
+    rows, dim = table.shape
+    joined = table.new_zeros(rows, row_width(dim))
+    joined[:, :dim], joined[:, dim : dim + dim // 32] = table, table_scale
+    return joined
+
+
+def _dim(table: Tensor, table_scale: Tensor | None) -> int:
+    return table.shape[1] if table_scale is not None else table.shape[1] // 33 * 32
 
 
 @FusedOp
 def engram_gather(
-    rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype, device: torch.device | None = None
+    rows: Tensor, table: Tensor, table_scale: Tensor | None, dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
     """Dequantised table rows, concatenated per token (exact): [T, columns * d] in ``dtype``, on ``device`` or where the rows are.
 
     rows: int64 [T, columns]; below 0: a row of zeros. table: uint8 [R, d], E4M3 codes; table_scale: uint8 [R, d/32], UE8M0.
+    Without table_scale the rows are those of `joined_rows`: one place to look at instead of two, which is most of what a lookup
+    in memory that is far away costs.
+
     Or the result on a GPU and the table in host memory. Then the library does what is fastest:
 
-    * a pinned table: the GPU reads the rows over the link (of any number of tokens that took less than the other way);
-    * a table that is not pinned (a mapped file): the CPU, by as many threads as torch has, gathers the packed rows, half the
-      bytes of bfloat16, into pinned memory; they are copied without blocking, and the GPU dequantises them. Rows that are on the
-      GPU are waited for: give them on the CPU, where they are computed.
+    * a pinned table: the GPU reads the rows over the link;
+    * a table that is not pinned (a mapped file), or `FEWEST_PACKED` tokens or more whose rows are on the CPU, where torch has
+      `FEWEST_THREADS`: the CPU, by as many threads as torch has, gathers the packed rows, half the bytes of bfloat16, into
+      pinned memory, from where the GPU reads them. Rows that are on the GPU are waited for: give them on the CPU, where they
+      are computed.
     """
     flat = rows.flatten().to(table.device)
-    safe = flat.clamp_min(0)
-    values = unpack_fp8(table[safe], table_scale[safe], dtype).masked_fill_(flat[:, None] < 0, 0)
-    return values.view(rows.shape[0], -1).to(rows.device if device is None else device)
+    dim = _dim(table, table_scale)
+    found = table[flat.clamp_min(0)]
+    scales = found[:, dim : dim + dim // 32] if table_scale is None else table_scale[flat.clamp_min(0)]
+    values = unpack_fp8(found[:, :dim], scales, dtype).masked_fill_(flat[:, None] < 0, 0)
+    return values.view(rows.shape[0], rows.shape[1] * dim).to(rows.device if device is None else device)
 
 
 @engram_gather.native
-def _(rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def _(rows: Tensor, table: Tensor, table_scale: Tensor | None, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     home = rows.device if device is None else device
     if table.device.type != home.type:
-        pinned = table.is_pinned() and table_scale.is_pinned()
+        pinned = table.is_pinned() and (table_scale is None or table_scale.is_pinned())
         if table.is_cuda or (not pinned and torch.cuda.is_current_stream_capturing()):
             raise NativeUnsupported(f"engram_gather: rows for {home} from a table on {table.device} that is not pinned")
-        if not pinned:
+        many = len(rows) >= FEWEST_PACKED and torch.get_num_threads() >= FEWEST_THREADS
+        if not pinned or (many and not rows.is_cuda):
             return staging(home).gather(rows, table, table_scale, dtype)
-    out = torch.empty(*rows.shape, table.shape[1], dtype=dtype, device=home)
+    out = torch.empty(*rows.shape, _dim(table, table_scale), dtype=dtype, device=home)
     torch.ops.cedar.engram_gather.default(rows.to(home), table, table_scale, out)
     return out.flatten(1)
 
 
 class Staging:
-    """Pinned memory for packed rows on their way to a device: grown, kept, and not written while a copy reads it."""
+    """Pinned memory for packed rows on their way to a device: grown, kept, and not written while the device reads it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._numbers = torch.empty(0, dtype=torch.int64, device=device)
-        self._copied: torch.cuda.Event | None = None
+        self._read: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def gather(self, rows: Tensor, table: Tensor, table_scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """`engram_gather` of a table in host memory. Returns before the copies have ended; the current stream waits for them."""
-        rows = rows.to("cpu")
-        (tokens, columns), dim = rows.shape, table.shape[1]
+    def gather(self, rows: Tensor, table: Tensor, table_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`engram_gather` of a table in host memory. Returns before the device has read the rows; the current stream does it."""
+        rows = rows.to("cpu").contiguous()
+        (tokens, columns), dim = rows.shape, _dim(table, table_scale)
         out = torch.empty(tokens, columns, dim, dtype=dtype, device=self._device)
-        width = columns * (dim + table_scale.shape[1])
         with self._lock:
-            self._grow(tokens * width, min(tokens, _CHUNK_TOKENS) * columns)
-            chunks = range(0, tokens, _CHUNK_TOKENS)
-            parts = [rows[start : start + _CHUNK_TOKENS] for start in chunks]
-            packed = [self._memory[start * width :][: part.shape[0] * width] for start, part in zip(chunks, parts, strict=True)]
-            size = max(_TASK_TOKENS, -(-tokens // (2 * torch.get_num_threads())))
-            tasks = [_start(part, table, table_scale, run, size) for part, run in zip(parts, packed, strict=True)]
-            for start, part, run, waiting in zip(chunks, parts, packed, tasks, strict=True):
-                for task in waiting:
-                    task.result()
-                codes, scales = _split(run.to(self._device, non_blocking=True), part.numel())
+            packed = self._grow(tokens, columns, row_width(dim))
+            chunks = (x.split(_CHUNK_TOKENS) for x in (rows, packed, out))  # type: ignore[no-untyped-call]
+            for part, run, target in zip(*chunks, strict=True):
+                pack_rows(part, table, table_scale, run)
                 numbers = self._numbers[: part.numel()].view(part.shape)
-                torch.ops.cedar.engram_gather.default(numbers, codes, scales, out[start : start + _CHUNK_TOKENS])
-            if self._copied is not None:
-                self._copied.record(torch.cuda.current_stream(self._device))
+                torch.ops.cedar.engram_gather.default(numbers, run.flatten(0, 1), None, target)
+            if self._read is not None:
+                self._read.record(torch.cuda.current_stream(self._device))
         return out.flatten(1)
 
-    def _grow(self, num_bytes: int, count: int) -> None:
-        """At least so many bytes that no copy reads any more, and numbers 0, 1, ..."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._copied is not None)
+    def _grow(self, tokens: int, columns: int, width: int) -> Tensor:
+        """uint8 [tokens, columns, width] that the device does not read any more; and numbers 0, 1, ... of a chunk's rows."""
+        if self._read is not None:
+            self._read.synchronize()
+        size, count = tokens * columns * width, min(tokens, _CHUNK_TOKENS) * columns
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._read is not None)
         if self._numbers.numel() < count:
             self._numbers = torch.arange(count, device=self._device)
+        return self._memory[:size].view(tokens, columns, width)
 
 
 @functools.cache
@@ -106,35 +124,18 @@ def staging(device: torch.device) -> Staging:
     return Staging(device)
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "engram")
+def pack_rows(rows: Tensor, table: Tensor, table_scale: Tensor | None, out: Tensor) -> None:
+    """Rows of a table as stored, by as many threads as torch has; the interpreter is not held meanwhile.
 
-
-def _start(rows: Tensor, table: Tensor, table_scale: Tensor, packed: Tensor, tokens: int) -> list[Future[None]]:
-    """`pack_rows` of all rows [T, columns], of so many tokens to a task."""
-    codes, scales = _split(packed, rows.numel())
-    size = tokens * rows.shape[1]
-    pieces = zip(*(x.split(size) for x in (rows.flatten(), codes, scales)), strict=True)  # type: ignore[no-untyped-call]
-    return [_threads().submit(pack_rows, some, table, table_scale, *targets) for some, *targets in pieces]
-
-
-def _split(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """All codes [count, d], then all scales [count, d/32]."""
-    end = len(packed) // 33 * 32
-    return packed[:end].view(count, -1), packed[end:].view(count, -1)
-
-
-def pack_rows(rows: Tensor, table: Tensor, table_scale: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Rows as stored, by this thread, which does not hold the interpreter meanwhile. rows: int64 [n], dead ones outside of the
-    table. codes: uint8 [n, d], scales: uint8 [n, d/32], both written.
+    rows: int64, dense, any shape; what is no row of the table becomes zeros. table, table_scale: of `engram_gather`, in host
+    memory. out: uint8 [..., at least d + d/32], dense, a row for each.
     """
-    numbers = rows.numpy()
-    for source, target in ((table, codes), (table_scale, scales)):
-        np.take(source.numpy(), numbers, axis=0, out=target.numpy(), mode="clip")  # the one mode that writes to ``out`` directly
-    dead = numbers.view(np.uint64) >= len(table)
-    if dead.any():
-        codes.numpy()[dead], scales.numpy()[dead] = 0, 127
+    dim = _dim(table, table_scale)
+    scales = None if table_scale is None else table_scale.data_ptr()
+    source = (table.data_ptr(), *table.shape, scales, dim)
+    status = load().pack_rows(rows.data_ptr(), rows.numel(), *source, out.data_ptr(), out.shape[-1], torch.get_num_threads())
+    if status:
+        raise RuntimeError(load().last_error().decode())
 
 
 @FusedOp

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from cedar.cache.records import FloatRecords, RecordFormat
 from cedar.errors import invalid
 from cedar.ops.abi import KINDS, OPERATIONS, Operation
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = "libcedar_kernels.so"
 _UNSUPPORTED, _WORKSPACE = 2, 4
 
@@ -78,6 +78,13 @@ class Library:
         function = getattr(self._dll, name)
         function.restype, function.argtypes = result, arguments
         return function
+
+    @cached_property
+    def pack_rows(self) -> Any:
+        """``int pack_rows(...)``, see `cedar_kernels.h`."""
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        arguments = (pointer, number, pointer, number, number, pointer, number, pointer, number, number)
+        return self._function("cedar_pack_rows", ctypes.c_int, *arguments)
 
     def _agrees(self, operation: Operation) -> bool:
         """Is the operation's struct as large there as here? Of no rows, all that is looked at is its size."""

@@ -16,6 +16,8 @@
  * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are
  * int64 row numbers; 0 is the null row, which is never written and masks a key. On a CPU a number that names no row, page, slot or
  * block is CEDAR_INVALID; a GPU's are not looked at, so there they must be right.
+ * On a GPU a linear reads its weight and scales from the moment on when the launch before it in its stream lets others begin, which
+ * may be before that launch's results are there. Launches of this library write no weights; whatever else writes them has to end first.
  * The formulas are those of the docstrings in backend/cedar/ops.
  */
 #ifndef CEDAR_KERNELS_H
@@ -27,7 +29,7 @@
 extern "C" {
 #endif
 
-#define CEDAR_ABI_VERSION 3
+#define CEDAR_ABI_VERSION 4
 #define CEDAR_COUNTER_BYTES 4096
 
 #if defined(__GNUC__)
@@ -300,15 +302,18 @@ typedef struct {
     void* workspace;
 } cedar_mega_attention_args;
 
-/* Dequantised table rows, concatenated per token; a negative row is zeros. */
+/*
+ * Dequantised table rows, concatenated per token; a negative row is zeros. A row's scales are in a tensor of their own, as a
+ * checkpoint has them, or behind its codes: what is far away is then found at one place instead of two. width is a multiple of 8.
+ */
 typedef struct {
     uint64_t size;
     int64_t device, threads;
     int64_t type;              /* of out */
-    int64_t rows, columns, dim, table_rows;
+    int64_t rows, columns, dim, table_rows, width;
     const int64_t* ids;        /* [T, columns] */
-    const uint8_t* table;      /* [table_rows, dim] E4M3 */
-    const uint8_t* table_scale; /* [table_rows, dim / 32] UE8M0 */
+    const uint8_t* table;      /* [table_rows, width] dim E4M3; without table_scale dim / 32 UE8M0 behind them */
+    const uint8_t* table_scale; /* optional [table_rows, dim / 32] UE8M0; width is dim then */
     void* out;                 /* [T, columns dim] */
     int64_t workspace_bytes;
     void* workspace;
@@ -328,6 +333,14 @@ typedef struct {
     int64_t workspace_bytes;
     void* workspace;
 } cedar_engram_gate_args;
+
+/*
+ * count rows of a table in the host's memory as they are: out [count, width] has the codes and behind them the scales of each, by
+ * at most so many threads. table_scale, table_width: of cedar_engram_gather_args; width is at least dim + dim / 32, and what is
+ * behind these is left alone. A row that the table does not have is of zeros.
+ */
+CEDAR_API int cedar_pack_rows(const int64_t* ids, int64_t count, const uint8_t* table, int64_t table_rows, int64_t table_width,
+                              const uint8_t* table_scale, int64_t dim, uint8_t* out, int64_t width, int64_t threads);
 
 /* A call of one of the operations below. */
 typedef struct {

@@ -131,8 +131,9 @@ REQUIRE(a.entries == nullptr || a.entry_width == 0 || (fits(a.entry_record, a.di
 CEDAR_END
 
 CEDAR_BEGIN(engram_gather)
-REQUIRE(a.columns > 0 && a.dim > 0 && a.dim % 32 == 0 && a.table_rows > 0);
-REQUIRE(a.ids && a.table && a.table_scale && a.out);
+REQUIRE(a.columns > 0 && a.dim > 0 && a.dim % 32 == 0 && a.table_rows > 0 && a.width % 8 == 0);
+REQUIRE(a.table_scale == nullptr ? a.width >= a.dim + a.dim / 32 : a.width == a.dim);
+REQUIRE(a.ids && a.table && a.out);
 CEDAR_END
 
 CEDAR_BEGIN(engram_gate)

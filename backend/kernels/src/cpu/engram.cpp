@@ -22,14 +22,17 @@ int64_t engram_gather_workspace(const cedar_engram_gather_args& a) { return Gath
 void engram_gather(const cedar_engram_gather_args& a) {
     const GatherPlan plan(a);
     const int64_t groups = a.dim / kMxGroup;
+    const bool apart = a.table_scale != nullptr;
+    const uint8_t* all_scales = apart ? a.table_scale : a.table + a.dim;
     parallel(a.rows * a.columns, a.threads, a.rows * a.columns * a.dim * 8, [&](int64_t n, int64_t worker) {
         float* out = plan.row == nullptr ? static_cast<float*>(a.out) + n * a.dim : plan.row + worker * a.dim;
         const int64_t id = a.ids[n];
-        if (id < 0)
+        if (id < 0) {
             for (int64_t d = 0; d < a.dim; ++d) out[d] = 0.0f;
-        else
-            for (int64_t g = 0; g < groups; ++g)
-                decode_fp8(a.table + id * a.dim + g * kMxGroup, a.table_scale[id * groups + g], out + g * kMxGroup);
+        } else {
+            const uint8_t *codes = a.table + id * a.width, *scales = all_scales + id * (apart ? groups : a.width);
+            for (int64_t g = 0; g < groups; ++g) decode_fp8(codes + g * kMxGroup, scales[g], out + g * kMxGroup);
+        }
         if (plan.row != nullptr) write_values(a.out, a.type, n * a.dim, a.dim, out);
     });
 }

@@ -7,16 +7,17 @@
 #include "bodies.h"
 #include "common.cuh"
 
-#ifndef CEDAR_GATE_THREADS
-#define CEDAR_GATE_THREADS (132 * 2 * 640)
-#endif
 
 namespace cedar::cuda {
 namespace {
 
-constexpr int kGatherThreads = 256;
+constexpr int kGatherThreads = 256, kLaneValues = 8;
+constexpr int kMultiprocessorBlocks = 6, kManyRowsOfWarp = 2;  // of a gather of many
+constexpr int64_t kGatherBlocks = 132 * kMultiprocessorBlocks;
+constexpr int64_t kManyRows = 6144;  // with fewer a warp's next row would leave another multiprocessor idle
+constexpr int64_t kMostRows = 1 << 30;
+constexpr int64_t kGateThreadsAtATime = 132 * 2 * 640;
 constexpr int kGateThreads = 640, kMostGateThreads = 1024;  // of which two blocks, or one, are on a multiprocessor
-constexpr int64_t kManyRows = 16384;  // with fewer a warp's next row would leave another multiprocessor idle
 
 // E4M3 codes, in the low and the high byte, as floats.
 __device__ inline float2 decode_two(uint32_t codes) {
@@ -24,37 +25,67 @@ __device__ inline float2 decode_two(uint32_t codes) {
     return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
-// A warp has kRows rows, a lane 8 values of each. Rows' loads do not wait for each other: the more are on their way, the less the
-// distance to the host costs.
-template <int kRows, class T>
-__global__ void __launch_bounds__(kGatherThreads) gather(const int64_t* ids, const uint8_t* table, const uint8_t* scales, T* out, int64_t dim,
-                                                         int64_t table_rows, int64_t rows) {
-    const int64_t first = (int64_t(blockIdx.x) * (kGatherThreads / kWarp) + threadIdx.x / kWarp) * kRows;
-    const int lane = threadIdx.x % kWarp;
-    int64_t id[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        id[r] = first + r < rows ? __ldg(ids + first + r) : -1;
-        if (id[r] >= table_rows) id[r] = -1;
-    }
-    for (int64_t at = lane * 8; at < dim; at += kWarp * 8) {
-        uint2 codes[kRows];
-        uint32_t bytes[kRows];
+struct Table {
+    const uint8_t *codes, *scales;
+    int64_t width, scale_width, rows;  // bytes from row to row
+};
+
+// A lane's 8 values of each of kRows neighbouring rows, as stored.
+template <int kRows>
+struct Values {
+    uint2 codes[kRows];
+    uint32_t scales[kRows];
+
+    // at: of the lane's first value.
+    __device__ void load(const Table& table, const int64_t (&ids)[kRows], int at) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            codes[r] = id[r] < 0 ? make_uint2(0, 0) : __ldg(reinterpret_cast<const uint2*>(table + id[r] * dim + at));
-            bytes[r] = id[r] < 0 ? 127 : __ldg(scales + id[r] * (dim / 32) + at / 32);
+            codes[r] = make_uint2(0, 0), scales[r] = 127;
+            if (uint64_t(ids[r]) >= uint64_t(table.rows)) continue;
+            codes[r] = __ldg(reinterpret_cast<const uint2*>(table.codes + ids[r] * table.width + at));
+            scales[r] = __ldg(table.scales + ids[r] * table.scale_width + at / 32);
         }
+    }
+
+    __device__ void decode(int r, float (&out)[kLaneValues]) const {
+        const uint32_t byte = scales[r];
+        const float scale = byte == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(byte == 0 ? 0x00400000u : byte << 23);
+#pragma unroll
+        for (int j = 0; j < kLaneValues / 2; ++j) {
+            const float2 two = decode_two((j < 2 ? codes[r].x : codes[r].y) >> j % 2 * 16 & 0xffff);
+            out[2 * j] = two.x * scale, out[2 * j + 1] = two.y * scale;
+        }
+    }
+};
+
+template <int kRows>
+__device__ inline void load_ids(const int64_t* ids, int first, int rows, int64_t (&out)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) out[r] = first + r < rows ? __ldg(ids + first + r) : -1;
+}
+
+// A warp has kRows rows at a time, 256 values of each, the blockIdx.y-th. The next ones are on their way while these are written,
+// and the ids of those behind them: nothing is waited for between two rounds that was not asked for a round before.
+template <int kRows, class T>
+__global__ void __launch_bounds__(kGatherThreads, kMultiprocessorBlocks)
+    gather(const int64_t* ids, Table table, T* out, int dim, int rows) {
+    const int at = (int(blockIdx.y) * kWarp + int(threadIdx.x) % kWarp) * kLaneValues;
+    if (at >= dim) return;
+    const int step = int(gridDim.x) * (kGatherThreads / kWarp) * kRows;
+    int first = (int(blockIdx.x) * (kGatherThreads / kWarp) + int(threadIdx.x) / kWarp) * kRows;
+    int64_t id[kRows];
+    Values<kRows> now, next;
+    load_ids<kRows>(ids, first, rows, id);
+    now.load(table, id, at);
+    load_ids<kRows>(ids, first + step, rows, id);
+    for (T* to = out + int64_t(first) * dim + at; first < rows; first += step, to += int64_t(step) * dim, now = next) {
+        next.load(table, id, at);
+        load_ids<kRows>(ids, first + 2 * step, rows, id);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const float scale = bytes[r] == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(bytes[r] == 0 ? 0x00400000u : bytes[r] << 23);
-            float v[8];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float2 two = decode_two((j < 2 ? codes[r].x : codes[r].y) >> j % 2 * 16 & 0xffff);
-                v[2 * j] = two.x * scale, v[2 * j + 1] = two.y * scale;
-            }
-            if (first + r < rows) store_pack<8>(out + (first + r) * dim + at, v);
+            float values[kLaneValues];
+            now.decode(r, values);
+            if (first + r < rows) store_pack<kLaneValues>(to + r * dim, values);
         }
     }
 }
@@ -120,20 +151,24 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 * kGateThreads / 
 
 template <int kRows, class T>
 int run_gather(const cedar_engram_gather_args& a, void* stream) {
-    constexpr int64_t kBlockRows = kGatherThreads / kWarp * kRows;
-    const int64_t rows = a.rows * a.columns;
-    return finish("engram_gather", launch(gather<kRows, T>, dim3(unsigned((rows + kBlockRows - 1) / kBlockRows)), kGatherThreads, 0, 1, stream,
-                                          a.ids, a.table, a.table_scale, static_cast<T*>(a.out), a.dim, a.table_rows, rows));
+    constexpr int64_t kBlockRows = kGatherThreads / kWarp * kRows, kWarpValues = kWarp * kLaneValues;
+    const int64_t rows = a.rows * a.columns, blocks = std::min((rows + kBlockRows - 1) / kBlockRows, kGatherBlocks);
+    const bool apart = a.table_scale != nullptr;
+    const Table table{a.table, apart ? a.table_scale : a.table + a.dim, a.width, apart ? a.dim / 32 : a.width, a.table_rows};
+    const dim3 grid(unsigned(blocks), unsigned((a.dim + kWarpValues - 1) / kWarpValues));
+    return finish("engram_gather", launch(gather<kRows, T>, grid, kGatherThreads, 0, 1, stream, a.ids, table, static_cast<T*>(a.out),
+                                          int(a.dim), int(rows)));
 }
 
 template <class T>
 int run_gather(const cedar_engram_gather_args& a, void* stream) {
-    return a.rows * a.columns < kManyRows ? run_gather<1, T>(a, stream) : run_gather<4, T>(a, stream);
+    if (a.rows * a.columns > kMostRows) return fail(CEDAR_UNSUPPORTED, "engram_gather: %lld rows on a GPU", (long long)(a.rows * a.columns));
+    return a.rows * a.columns < kManyRows ? run_gather<1, T>(a, stream) : run_gather<kManyRowsOfWarp, T>(a, stream);
 }
 
 template <class T, int kThreads>
 int run_gate(const cedar_engram_gate_args& a, int64_t threads, void* stream) {
-    const int64_t most = std::max<int64_t>(1, CEDAR_GATE_THREADS / threads / a.hc);  // rows at a time
+    const int64_t most = std::max<int64_t>(1, kGateThreadsAtATime / threads / a.hc);  // rows at a time
     return finish("engram_gate", launch(gate<T, kThreads>, dim3(unsigned(std::min(a.rows, most) * a.hc)), int(threads), 0, 1, stream,
                                         static_cast<const T*>(a.streams), static_cast<const T*>(a.keys_value), a.qk_weight,
                                         static_cast<T*>(a.new_streams), a.rows, int(a.hc), int(a.hidden), float(a.norm_eps)));
