@@ -167,6 +167,7 @@ unsigned char* in_block(const void* mine, unsigned rank);
 void start_copy(Copy copy);  // of the thread's open group
 void close_copies();
 void await_copies(size_t left);
+void arrive_after_copies(uint32_t barrier);  // all those of the thread that have not landed
 void start_announced_copy(Copy copy);
 // Should what was just started land at once?
 bool lands_early();

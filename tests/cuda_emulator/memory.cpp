@@ -102,6 +102,21 @@ void await_copies(size_t left) {
     }
 }
 
+void arrive_after_copies(uint32_t barrier) {
+    phases_at(barrier);
+    const uint32_t there = uint32_t(current->block->rank + 1) * kClusterWindow + barrier % kClusterWindow;
+    std::vector<Copy> copies;
+    for (auto& group : current->groups)
+        for (Copy& copy : group) copies.push_back(std::move(copy));
+    current->groups.clear();
+    Copy all{};
+    all.box = [copies, there]() mutable {
+        for (Copy& copy : copies) land(copy);
+        arrive_phase(there, 1, 0);
+    };
+    start_announced_copy(std::move(all));
+}
+
 void start_announced_copy(Copy copy) {
     if (lands_early()) return land(copy);
     cluster->copies.push_back(std::move(copy));

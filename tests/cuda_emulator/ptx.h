@@ -63,6 +63,14 @@ inline uint32_t cluster_ctarank() { return uint32_t(current->block->rank); }
 inline uint32_t tid_x() { return current->index.x; }
 template <class T, class U> void mov_u32(T& to, U from) { to = T(from); }
 template <class A> void mov_b64(uint64_t& to, const A& halves) { to = uint64_t(uint32_t(*halves[1])) << 32 | uint32_t(*halves[0]); }
+inline void prmt_b32(uint32_t& to, uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t bytes = uint64_t(b) << 32 | a;
+    to = 0;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t nibble = selector >> (4 * i) & 15, byte = uint32_t(bytes >> (8 * (nibble & 7))) & 0xff;
+        to |= (nibble & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << (8 * i);
+    }
+}
 template <class T> void setp_ne_b32(bool& p, T x, int y) { p = int(x) != y; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline void ex2_approx_ftz_f32(float& y, float x) { y = flushed(exp2f(flushed(x))); }
@@ -72,6 +80,7 @@ inline void rcp_approx_ftz_f32(float& y, float x) { y = flushed(1.0f / flushed(x
 
 // ---- memory ----
 
+inline void ld_global_u32(uint32_t& to, const void* from) { to = *static_cast<const uint32_t*>(source(from, 4)); }
 template <class A> void ld_global_nc_L1_no_allocate_v4_u32(const A& to, const void* from) {
     const auto* p = static_cast<const uint32_t*>(source(from, 16));
     for (int i = 0; i < 4; ++i) *to[size_t(i)] = p[i];
@@ -86,6 +95,7 @@ template <class T> void load_vector(const std::array<T*, 4>& to, uint32_t addres
     for (size_t i = 0; i < 4; ++i) *to[i] = four.v[i];
 }
 inline void ld_shared_v4_u32(const std::array<uint32_t*, 4>& to, uint32_t address) { load_vector(to, address); }
+inline void ld_shared_u32(uint32_t& to, uint32_t address) { to = *place<uint32_t>(address); }
 inline void ld_shared_cluster_v4_f32(const std::array<float*, 4>& to, uint32_t address) { load_vector(to, address); }
 template <class A> void st_shared_v4_u32(uint32_t address, const A& from) {
     struct alignas(16) Four { uint32_t v[4]; };
@@ -134,6 +144,7 @@ inline void cp_async_cg_shared_global(uint32_t shared, const void* global, uint3
 inline void cp_async_cg_shared_global(uint32_t shared, const void* global, uint32_t size, uint32_t bytes) { start_plain_copy(shared, global, size, bytes); }
 inline void cp_async_cg_shared_global_L2(uint32_t shared, const void* global, uint32_t size) { start_plain_copy(shared, global, size, size); }
 inline void cp_async_ca_shared_global(uint32_t shared, const void* global, uint32_t size) { start_plain_copy(shared, global, size, size); }
+inline void cp_async_mbarrier_arrive_noinc_shared_cta_b64(uint32_t address) { arrive_after_copies(address); }
 inline void cp_async_commit_group() { close_copies(); }
 inline void cp_async_wait_group(int left) { await_copies(size_t(left)); }
 inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {

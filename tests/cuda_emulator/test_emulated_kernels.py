@@ -40,7 +40,8 @@ SMALL = [
     pytest.param("_engram", "other_rows and not from_the_host or gate_differs and not 1100 or gate_depends", id="engram"),
     pytest.param(
         "_linear",
-        "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends",
+        "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends "
+        "or True-300-2624 or True-48-40000 or grouped_projection_depends and (3-256 or 2-1024)",
         id="linears",
     ),
     pytest.param(
@@ -50,7 +51,8 @@ SMALL = [
     ),
     pytest.param(
         "_index",
-        "worse_entry or restricted_search and 100 or equal_scores and not 70000 or strided or nobody_sees",
+        "worse_entry or few_entries and not 33 or restricted_search and 100 or equal_scores and not 70000 or strided"
+        " or nobody_sees",
         id="mqa_logits_topk",
     ),
     pytest.param(

@@ -75,7 +75,7 @@ def test_a_product_differs_from_its_values(rows: int, outputs: int, inputs: int,
     assert_close(y, x.double() @ values.double().T, 5e-3)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(5120, 1024), (40000, 192), (64, 16384)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(5120, 1024), (40000, 192), (2624, 256), (64, 16384)])
 @pytest.mark.parametrize("rows", [8, 48, 70, 128, 300])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_product_of_full_blocks_or_many_stages_differs_from_its_values(rows: int, outputs: int, inputs: int, fp8: bool) -> None:
@@ -92,7 +92,7 @@ def test_a_product_of_full_blocks_or_many_stages_differs_from_its_values(rows: i
     assert torch.equal(run(x[2:25].contiguous()), y[2:25])
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 1280), (1792, 5120), (5120, 8192)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 1280), (1792, 5120), (5120, 8192), (32768, 1280)])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_row_depends_on_how_many_there_are(fp8: bool, outputs: int, inputs: int) -> None:
     g = seeded(1)
@@ -107,6 +107,27 @@ def test_a_row_depends_on_how_many_there_are(fp8: bool, outputs: int, inputs: in
         together = run(many)
         for start, stop in parts:
             assert torch.equal(run(many[start:stop].contiguous()), together[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize(
+    ("groups", "inner", "rank"), [(3, 256, 160), (3, 448, 320), (2, 1280, 96), (2, 1024, 96), (2, 4096, 64), (8, 4096, 1024)]
+)
+def test_a_row_of_the_grouped_projection_depends_on_how_many_there_are(groups: int, inner: int, rank: int) -> None:
+    g = seeded(rank)
+    x = normal(g, 640, groups, inner).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, groups * rank, inner) * torch.logspace(-4, 2, inner, device="cuda"))
+    load()
+
+    def run(x: Tensor) -> Tensor:
+        y = torch.full((x.shape[0], groups * rank), torch.nan, dtype=BF16, device="cuda")
+        torch.ops.cedar.wo_a.default(x, codes, scale, y, groups, inner, rank)
+        return y
+
+    for many, parts in ((x, (17, 40, 64, 70, 128, 129, 199, 250, 320, 380, 512)), (x[:FEW].contiguous(), (1, 5, 8, 9, 11))):
+        together = run(many)
+        assert_close(together, wo_a(many.double(), dequantize_fp8_tiles(codes, scale, torch.float32).double(), groups), 5e-3)
+        for start, rows in enumerate(parts):
+            assert torch.equal(run(many[start : start + rows].contiguous()), together[start : start + rows]), rows
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "out_type"), [(272, 1280, BF16), (80, 576, torch.float32), (8480, 192, BF16)])
@@ -176,3 +197,49 @@ def test_the_reference_does_not_take_over_where_a_body_ends() -> None:
     x, weight = torch.zeros(3, 40, dtype=BF16, device="cuda"), torch.zeros(64, 40, dtype=BF16, device="cuda")
     with pytest.raises(NativeUnsupported, match="in_dim 40"):
         torch.ops.cedar.mxfp8_linear.default(x, weight, None, None, torch.empty(3, 64, dtype=BF16, device="cuda"), False, 0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 48, 500, 900])
+def test_a_launch_that_begins_early_reads_what_is_not_written_yet(rows: int) -> None:
+    g = seeded(rows)
+    layers = [quantize_fp8_tiles(normal(g, outputs, inputs)) for outputs, inputs in [(4096, 1024), (1024, 4096)] * 4]
+    start, x = normal(g, rows, 1024).to(BF16), torch.zeros(rows, 1024, dtype=BF16, device="cuda")
+
+    def chain() -> Tensor:
+        y = x.copy_(start)
+        for codes, scale in layers:
+            y = fp8_linear(y, codes, scale) * 2**-6
+        return y
+
+    def by_one(y: Tensor) -> Tensor:
+        for codes, scale in layers:
+            y = fp8_linear(y, codes, scale)
+            torch.cuda.synchronize()
+            y = y * 2**-6
+            torch.cuda.synchronize()
+        return y
+
+    expected = by_one(start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        start.neg_()
+        graph.replay()
+    assert torch.equal(captured, expected)
+    assert torch.equal(chain(), expected)
+
+
+def test_linears_that_follow_each_other_read_what_is_not_written_yet() -> None:
+    g = seeded(5)
+    layers = [quantize_fp8_tiles(normal(g, outputs, inputs) * 2**-6) for outputs, inputs in [(4096, 1024), (1024, 4096)] * 8]
+    for rows in (3, 40, 640):
+        y = x = normal(g, rows, 1024).to(BF16)
+        for codes, scale in layers:
+            y = fp8_linear(y, codes, scale)
+            torch.cuda.synchronize()
+        for _ in range(20):
+            z = x
+            for codes, scale in layers:
+                z = fp8_linear(z, codes, scale)
+            assert torch.equal(z, y)

@@ -77,12 +77,8 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
     return unsigned((uint64_t(high) << 32 | low) << (shift & 31) >> 32);
 }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-    const uint64_t bytes = uint64_t(y) << 32 | x;
-    unsigned result = 0;
-    for (int i = 0; i < 4; ++i) {
-        const unsigned nibble = selector >> (4 * i) & 15, byte = unsigned(bytes >> (8 * (nibble & 7))) & 0xff;
-        result |= (nibble & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << (8 * i);
-    }
+    unsigned result;
+    emulated::ptx::prmt_b32(result, x, y, selector);
     return result;
 }
 

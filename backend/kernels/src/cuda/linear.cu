@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// wo_a and mxfp8_linear. Few rows by the portable matrix instruction, which begins sooner (linear_few.cuh). More on Hopper, in builds
-// with CEDAR_WIDE_WGMMA, by its own (linear_group.cuh), very many in other tiles (wide.cuh); elsewhere, and what the copy engine
-// cannot read, by the portable one (linear_split.cuh). Sums of each have an order of their own. Rounding the rows first and
-// normalising their products are launches of their own, each ready to begin when the one before it ends.
+// wo_a and mxfp8_linear. Few rows by the portable matrix instruction, which begins sooner (linear_few.cuh; linear_rows.cuh for wo_a
+// with E4M3 on Hopper). More on Hopper, in builds with CEDAR_WIDE_WGMMA, by its own (linear_group.cuh) or, where that costs less, with
+// tiles of more tokens that add in the same order (wide.cuh); very many, and all those of wo_a with E4M3, in such tiles with an order of
+// their own, k being whole; elsewhere, and what the copy engine cannot read, by the portable one (linear_split.cuh). Rounding the rows
+// first and normalising their products are launches of their own. Every launch may begin before the one before it has ended: until
+// that is awaited it reads weights alone, and writes nothing.
 #include "bodies.h"
 #include "linear_few.cuh"
 #include "linear_group.cuh"
+#include "linear_rows.cuh"
 #include "moe.cuh"
 #include "wide.cuh"
+
+#include <type_traits>
 
 namespace cedar::cuda {
 namespace {
@@ -22,6 +27,7 @@ constexpr int kRowThreads = 256;
 // What MXFP8 leaves of x. A thread has 8 values, 4 threads a group of 32.
 __global__ void __launch_bounds__(kRowThreads) round_rows(const Bf16* x, Bf16* out, int64_t vectors) {
     release_launch();  // the product can begin with its weight
+    await_launch();
     const int64_t i = int64_t(blockIdx.x) * kRowThreads + threadIdx.x;
     if (i / kWarp * kWarp >= vectors) return;
     float v[8];  // lanes behind the end repeat the last vector: a group is never divided
@@ -39,6 +45,7 @@ __global__ void __launch_bounds__(kRowThreads) round_rows(const Bf16* x, Bf16* o
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) norm_rows(T* y, const float* weight, int64_t dim, float eps) {
     __shared__ float sums[kRowThreads / kWarp];
+    release_launch();
     await_launch();
     T* row = y + blockIdx.x * dim;
     float sum = 0.0f;
@@ -58,12 +65,30 @@ __global__ void __launch_bounds__(kRowThreads) norm_rows(T* y, const float* weig
 
 template <class Weight>
 cudaError_t run(const Product& p, const Weight& weight, int64_t groups, int most_parts, void* stream) {
+    if constexpr (kWideBuilt && std::is_same_v<Weight, Fp8Weight>)
+        if (groups > 1 && has_groups()) {  // as the dimensions are, for all numbers of tokens of a class
+            if (p.tokens <= kFewTokens && fits_rows(p, weight)) return run_rows(p, weight, groups, stream);
+            if (p.tokens > kFewTokens && fits_tiles<false>(p, weight))
+                return run_tile<false>(p, weight, groups, 1, best_tile<false>(p, groups), stream);
+        }
     const int parts = parts_for(p.out_dim, p.in_dim / Weight::kBlock, groups, most_parts);
     if (p.tokens <= kFewTokens) return run_few(p, weight, groups, parts, stream);
     if constexpr (kWideBuilt) {
-        if (has_groups() && p.tokens > kWideFrom && fits_wide(p, weight, groups)) return run_wide(p, weight, groups, stream);
+        if (has_groups() && p.tokens > kWideFrom && fills_wide(p, groups) && fits_wide(p, weight))
+            return run_widest(p, weight, groups, stream);
         // with one part, sums are to be those of tiles.cuh
-        if (most_parts > 1 && has_groups() && fits_groups(p, weight)) return run_groups(p, weight, groups, most_parts, stream);
+        if (most_parts > 1 && has_groups() && fits_groups(p, weight)) {
+            if constexpr (std::is_same_v<Weight, Fp8Weight>) {
+                const int parts_of_k = group_parts(p, groups, most_parts);
+                const int64_t most = group_cost(p, groups, parts_of_k);
+                const WideChoice whole = best_tile<false>(p, groups), divided = best_tile<true>(p, groups);
+                if (parts_of_k == 1 && whole.cost < most && fits_tiles<false>(p, weight))
+                    return run_tile<false>(p, weight, groups, 1, whole, stream);
+                if (parts_of_k > 1 && divided.cost < most && fits_tiles<true>(p, weight))
+                    return run_tile<true>(p, weight, groups, parts_of_k, divided, stream);
+            }
+            return run_groups(p, weight, groups, most_parts, stream);
+        }
     }
     return run_split(p, weight, groups, parts, stream);
 }
@@ -99,7 +124,7 @@ int64_t wo_a_workspace(const cedar_wo_a_args&) { return 0; }
 
 int wo_a(const cedar_wo_a_args& a, void* stream) {
     if (a.type != CEDAR_BF16) return fail(CEDAR_UNSUPPORTED, "wo_a: type %lld on a GPU", (long long)a.type);
-    const Product p{static_cast<const Bf16*>(a.x), a.y, a.rows, a.in_dim, a.rank, a.groups * a.in_dim, a.groups * a.rank, false, false};
+    const Product p{static_cast<const Bf16*>(a.x), a.y, a.rows, a.in_dim, a.rank, a.groups * a.in_dim, a.groups * a.rank, false, true};
     return dispatch("wo_a", p, a.weight, a.weight_scale, a.weight_type, a.groups, stream);
 }
 
@@ -117,12 +142,12 @@ int mxfp8_linear(const cedar_mxfp8_linear_args& a, void* stream) {
         Bf16* rounded = reinterpret_cast<Bf16*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES);
         const int64_t vectors = a.rows * a.in_dim / 8;
         const dim3 grid(unsigned((vectors + kRowThreads - 1) / kRowThreads));
-        const cudaError_t error = launch(round_rows, grid, kRowThreads, 0, 1, stream, x, rounded, vectors);
+        const cudaError_t error = launch_cluster(round_rows, grid, kRowThreads, 0, 1, true, stream, x, rounded, vectors);
         if (error != cudaSuccess) return finish("mxfp8_linear", error);
         x = rounded;
     }
     const bool wide = a.out_type == CEDAR_F32;
-    const Product p{x, a.y, a.rows, a.in_dim, a.out_dim, a.in_dim, a.out_dim, wide, a.act_quant != 0};
+    const Product p{x, a.y, a.rows, a.in_dim, a.out_dim, a.in_dim, a.out_dim, wide, true};
     const int status = dispatch("mxfp8_linear", p, a.weight, a.weight_scale, a.weight_type, 1, stream);
     if (status != CEDAR_OK || a.norm_weight == nullptr) return status;
     const auto run = [&](auto* y) {

@@ -17,6 +17,7 @@ namespace cedar::cuda {
 #endif
 
 constexpr int kFewWarps = 8, kFewThreads = kFewWarps * kWarp, kFewTokens = 16, kFewStages = CEDAR_LINEAR_FEW_STAGES;
+constexpr int kFewSingle = 125;  // percent that tiles by themselves cost, of what they cost by twos
 
 // Block (i, g): of group g the i-th RT tiles times its warps over the parts.
 template <int RT, int NT, class Weight>
@@ -64,8 +65,9 @@ __global__ void __launch_bounds__(kFewThreads, 2) few_product(const Product p, c
         }
     };
     load_scales(0);
+    prefetch_tokens(p);
+    release_launch();  // the next launch awaits this one
     await_launch();
-    release_launch();  // to a normalisation
 
     const Bf16* x[NT];  // a column behind the last token is the last token's
 #pragma unroll
@@ -170,7 +172,14 @@ cudaError_t run_few(const Product& p, const Weight& weight, int64_t groups, int 
 template <class Weight>
 cudaError_t run_few(const Product& p, const Weight& weight, int64_t groups, int parts, void* stream) {
     const bool deep = (p.out_dim + 31) / 32 * groups * parts < kSms * kFewWarps * 3 / 4;  // too few tiles to have two of them each
-    if (p.tokens <= 8) return deep ? run_few<1, 1>(p, weight, groups, parts, stream) : run_few<2, 1>(p, weight, groups, parts, stream);
+    const auto busiest = [&](int tiles) {  // how many tiles the busiest multiprocessor has
+        const int64_t rows = kFewWarps / parts * tiles * 16, blocks = (p.out_dim + rows - 1) / rows * groups;
+        return (blocks + kSms - 1) / kSms * tiles;
+    };
+    if (p.tokens <= 8) {  // two tiles together cost less; here three blocks with a tile each find a place
+        const bool single = deep || busiest(1) * kFewSingle < busiest(2) * 100;
+        return single ? run_few<1, 1>(p, weight, groups, parts, stream) : run_few<2, 1>(p, weight, groups, parts, stream);
+    }
     return deep ? run_few<1, 2>(p, weight, groups, parts, stream) : run_few<2, 2>(p, weight, groups, parts, stream);
 }
 

@@ -21,28 +21,21 @@ namespace cedar::cuda {
 #define CEDAR_LINEAR_CLUSTER 4  // most blocks that share k
 #endif
 
-#ifndef CEDAR_LINEAR_GROUPS
-#define CEDAR_LINEAR_GROUPS 5  // most warp groups of a block
-#endif
-
 #ifndef CEDAR_LINEAR_OWN_SUMS
 #define CEDAR_LINEAR_OWN_SUMS 48  // up to so many tokens, sums have a place of their own beside the ring
 #endif
 
 static_assert(CEDAR_LINEAR_CLUSTER <= 8, "a warp group's 64 rows are owned in eights");
-constexpr int kMostGroups = CEDAR_LINEAR_GROUPS, kGroupDepth = 64, kMostGroupTokens = 128, kMostGroupStages = 8;
+constexpr int kMostGroups = 4, kGroupDepth = 64, kMostGroupTokens = 128, kMostGroupStages = 8;
 constexpr size_t kMostGroupShared = 226 * 1024;  // static shared memory is besides
 constexpr int kSumsBlock = 72;  // floats of 8 rows times 8 tokens: four blocks' values of a row meet all banks
 
-// A stage of a block with up to Most warp groups has two blocks of 64 values of k: 64 rows for each warp group, E4M3 of 128 bytes
-// or twice bf16 of 128; then the tokens, twice N rows of 128 bytes. All are swizzled by the copy engine.
-template <int N, int Most, class Weight>
+// A stage has two blocks of 64 values of k: 64 rows for each of the block's warp groups, E4M3 of 128 bytes or twice bf16 of 128; then
+// the tokens, twice N rows of 128 bytes. All are swizzled by the copy engine.
+template <int N, class Weight>
 struct GroupStage {
     static constexpr bool kFp8 = Weight::kSteps == 4, kOwnSums = N <= CEDAR_LINEAR_OWN_SUMS;
     static constexpr int kHalves = kFp8 ? 1 : 2, kBoxBytes = 64 * 128, kRowsBytes = kBoxBytes * kHalves, kTokenBytes = N * 128;
-    // Sets of widened weights, for so many steps of 16: with two, one block of k's is written while the last one's are multiplied.
-    // Where sums leave no registers for that, the block's other warp groups multiply meanwhile.
-    static constexpr int kSets = N <= 64 ? 2 : 1, kSteps = N <= 96 || Most <= 4 ? 4 : 1;
     __host__ __device__ static constexpr int bytes(int groups) { return groups * kRowsBytes + 2 * kTokenBytes; }
     __host__ __device__ static constexpr int sums_bytes(int groups) { return groups * N * kSumsBlock * int(sizeof(float)); }  // of all parts
     __host__ __device__ static constexpr int scale_bytes(int blocks) { return kFp8 ? (blocks * 2 + 15) / 16 * 16 : 0; }  // of a warp
@@ -66,11 +59,11 @@ struct GroupPlan {
 };
 
 // Cluster (i, g, r): of group g the outputs of row block r times the i-th tokens, so that neighbours read the same weights.
-template <int N, int Most, class Weight>
-__global__ void __launch_bounds__(Most * 128, 1)
+template <int N, class Weight>
+__global__ void __launch_bounds__(kMostGroups * 128, 1)
     group_product(const Product p, const Weight weight, const GroupPlan plan, bool vectors,
                   const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap weight_map) {
-    using Stage = GroupStage<N, Most, Weight>;
+    using Stage = GroupStage<N, Weight>;
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ uint64_t full[kMostGroupStages], added;
     __shared__ int used[kMostGroupStages];  // by so many warps
@@ -88,16 +81,14 @@ __global__ void __launch_bounds__(Most * 128, 1)
 
     const auto fetch_rows = [&](int slot, int step) {  // and announce the tokens
         announce_bytes(full + slot, uint32_t(stage_bytes));
-        const int from = (first + step * 2) * kGroupDepth, row = int(blockIdx.y * p.out_dim) + first_row, boxes = groups > 4 ? 2 : 1;
-        for (int half = 0; half < Stage::kHalves; ++half)
-            for (int box = 0; box < boxes; ++box) {
-                unsigned char* const to = ring + slot * stage_bytes + (half * boxes + box) * (groups * Stage::kBoxBytes / boxes);
-                const int box_row = row + box * (groups * 64 / boxes);
-                if (gridDim.x == unsigned(parts))  // nobody else has these rows
-                    copy_box(to, &weight_map, from + half * kGroupDepth, box_row, full + slot, read_once_policy());
-                else
-                    copy_box(to, &weight_map, from + half * kGroupDepth, box_row, full + slot);
-            }
+        const int from = (first + step * 2) * kGroupDepth, row = int(blockIdx.y * p.out_dim) + first_row;
+        for (int half = 0; half < Stage::kHalves; ++half) {
+            unsigned char* const to = ring + slot * stage_bytes + half * groups * Stage::kBoxBytes;
+            if (gridDim.x == unsigned(parts))  // nobody else has these rows
+                copy_box(to, &weight_map, from + half * kGroupDepth, row, full + slot, read_once_policy());
+            else
+                copy_box(to, &weight_map, from + half * kGroupDepth, row, full + slot);
+        }
     };
     const auto fetch_tokens = [&](int slot, int step) {
         copy_box(ring + slot * stage_bytes + groups * Stage::kRowsBytes, &x_map, 0, first_token, int(blockIdx.y) * all + first + step * 2, full + slot);
@@ -114,12 +105,13 @@ __global__ void __launch_bounds__(Most * 128, 1)
         const uint8_t* const from = weight.scale_at(blockIdx.y * p.out_dim + (row < p.out_dim ? row : p.out_dim - 1), first * kGroupDepth);
         for (int i = lane; i < blocks * 2; i += kWarp) scales[warp * Stage::scale_bytes(plan.length) + i] = __ldg(from + i);
     }
+    prefetch_tokens(p);
+    release_launch();  // the next launch awaits this one
     await_launch();
-    release_launch();  // to a normalisation
     if (threadIdx.x == 0)
         for (int step = 0; step < min(stages, steps); ++step) fetch_tokens(step, step);
     __syncthreads();
-    if constexpr (Stage::kOwnSums) publish_to_cluster();
+    if constexpr (Stage::kOwnSums) arrive_at_cluster();  // the barriers have been published
 
     const int group = warp / 4;
     // where a lane's codes of a step lie: two of row lane / 4, 16 s bytes on but for the swizzle
@@ -127,7 +119,7 @@ __global__ void __launch_bounds__(Most * 128, 1)
     const int rows = (warp * 16 + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
     const unsigned char* const own_scales = scales + warp * Stage::scale_bytes(plan.length);
     float c[N / 2] = {};
-    uint32_t a[Stage::kSets][Stage::kSteps][4] = {};
+    uint32_t a[2][4][4] = {};  // by turns, so that one block's rows are widened while the last one's are multiplied
     int slot = 0;
     uint32_t round = 0;
     const auto release = [&](int stage, int step) {  // who is the last to have read it fills it again
@@ -142,46 +134,39 @@ __global__ void __launch_bounds__(Most * 128, 1)
         fetch_tokens(stage, step + stages);
     };
     const auto multiply_block = [&](int block, auto half, auto last) __attribute__((always_inline)) {
-        constexpr int kHalf = decltype(half)::value, kSet = kHalf % Stage::kSets;
+        constexpr int kHalf = decltype(half)::value;
         constexpr bool kLast = decltype(last)::value;
         if constexpr (kHalf == 0) await_barrier(full + slot, round);
         const unsigned char* const stage = ring + slot * stage_bytes;
-        const unsigned char* const staged = stage + groups * Stage::kRowsBytes + kHalf * Stage::kTokenBytes;
+        const uint64_t staged = matrix_of(stage + groups * Stage::kRowsBytes + kHalf * Stage::kTokenBytes);
         [[maybe_unused]] uint32_t scale[2] = {};
         if constexpr (Stage::kFp8) {
             const uint32_t pair = *reinterpret_cast<const uint16_t*>(own_scales + block * 2);
             scale[0] = lifted_scale(pair & 0xff), scale[1] = lifted_scale(pair >> 8);
         }
 #pragma unroll
-        for (int first_step = 0; first_step < 4; first_step += Stage::kSteps) {
+        for (int s = 0; s < 4; ++s) {
+            if constexpr (Stage::kFp8) {
+                const unsigned char* const at = stage + (codes ^ (kHalf * 4 + s) * 16);
 #pragma unroll
-            for (int j = 0; j < Stage::kSteps; ++j) {
-                const int s = first_step + j;
-                if constexpr (Stage::kFp8) {
-                    const unsigned char* const at = stage + (codes ^ (kHalf * 4 + s) * 16);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)  // rows +0, +8, then the same 8 values of k on
-                        a[kSet][j][i] = widen_e4m3<0>(*reinterpret_cast<const uint16_t*>(at + i % 2 * 8 * 128 + i / 2 * 8), scale[s / 2]);
-                } else {
-                    load_rows(stage + kHalf * groups * Stage::kBoxBytes + (rows ^ s * 32), a[kSet][j]);
-                }
+                for (int i = 0; i < 4; ++i)  // rows +0, +8, then the same 8 values of k on
+                    a[kHalf][s][i] = widen_e4m3<0>(*reinterpret_cast<const uint16_t*>(at + i % 2 * 8 * 128 + i / 2 * 8), scale[s / 2]);
+            } else {
+                load_rows(stage + kHalf * groups * Stage::kBoxBytes + (rows ^ s * 32), a[kHalf][s]);
             }
-            begin_group();
-#pragma unroll
-            for (int j = 0; j < Stage::kSteps; ++j) multiply_group(c, a[kSet][j], matrix_of(staged + (first_step + j) * 32));
-            close_group();
-            if constexpr (kLast || Stage::kSets == 1)
-                await_groups<0>();
-            else
-                await_groups<1>();  // the block before has been multiplied, and its registers are free
-#pragma unroll
-            for (int j = 0; j < Stage::kSteps; ++j) settle(a[Stage::kSets == 1 ? 0 : 1 - kSet][j]);
         }
-        if constexpr (!kLast) {
-            if constexpr (Stage::kSets == 1 && kHalf == 1) release(slot, block / 2);
-            if constexpr (Stage::kSets == 2 && kHalf == 0)
-                if (block > 0) release(slot == 0 ? stages - 1 : slot - 1, block / 2 - 1);
-        }
+        begin_group();
+#pragma unroll
+        for (int s = 0; s < 4; ++s) multiply_group(c, a[kHalf][s], staged + s * kMatrixStep);
+        close_group();
+        if constexpr (kLast)
+            await_groups<0>();
+        else
+            await_groups<1>();  // the block before has been multiplied, and its registers are free
+#pragma unroll
+        for (int s = 0; s < 4; ++s) settle(a[1 - kHalf][s]);
+        if constexpr (!kLast && kHalf == 0)
+            if (block > 0) release(slot == 0 ? stages - 1 : slot - 1, block / 2 - 1);
         if constexpr (kHalf == 1)
             if (++slot == stages) slot = 0, round ^= 1;
     };
@@ -249,13 +234,16 @@ struct GroupSplit {
 
 inline int group_length(const Product& p, int parts) { return int((p.in_dim / kGroupDepth + parts - 1) / parts); }
 
+// So many clusters of one block a multiprocessor have places: a group of multiprocessors need not be a multiple of a cluster.
+inline int64_t clusters_of(int parts) { return parts <= 2 ? kSms / parts : parts <= 4 ? 30 : 15; }
+
 // What the busiest multiprocessor has to copy, in 128 bytes of E4M3 and tokens, with N tokens; what beginning and ending costs.
 inline GroupSplit group_split(const Product& p, int64_t groups, int parts, int tokens, int64_t token_blocks, int most) {
     GroupSplit best{parts, 1, INT64_MAX};
     const int64_t length = group_length(p, parts);
     for (int wide = 1; wide <= most; ++wide) {
-        const int64_t all = (p.out_dim + wide * 64 - 1) / (wide * 64) * groups * parts * token_blocks;
-        const int64_t cost = (all + kSms - 1) / kSms * (length * (wide * 32 + tokens) + 680 + (parts > 1 ? 200 : 0));
+        const int64_t clusters = (p.out_dim + wide * 64 - 1) / (wide * 64) * groups * token_blocks;
+        const int64_t cost = (clusters + clusters_of(parts) - 1) / clusters_of(parts) * (length * (wide * 32 + tokens) + 680 + (parts > 1 ? 200 : 0));
         if (cost < best.cost) best.cost = cost, best.groups = wide;
     }
     return best;
@@ -273,6 +261,22 @@ inline int group_parts(const Product& p, int64_t groups, int most_parts) {
     return best.parts;
 }
 
+// Tokens are spread evenly over as few blocks as there must be, in eights.
+struct GroupTokens {
+    int each, count;
+};
+inline GroupTokens group_tokens(const Product& p) {
+    const int64_t least = (p.tokens + kMostGroupTokens - 1) / kMostGroupTokens;
+    const int each = int(((p.tokens + least - 1) / least + 7) / 8 * 8);
+    return {each, int((p.tokens + each - 1) / each)};
+}
+
+// Nanoseconds, about.
+inline int64_t group_cost(const Product& p, int64_t groups, int parts) {
+    const GroupTokens tokens = group_tokens(p);
+    return group_split(p, groups, parts, tokens.each, tokens.count, kMostGroups).cost * 21 / 5;
+}
+
 template <class Weight>
 const void* rows_of(const Weight& weight) {
     if constexpr (Weight::kSteps == 4)
@@ -288,9 +292,9 @@ bool fits_groups(const Product& p, const Weight& weight) {
     return p.in_dim % kGroupDepth == 0 && p.in_dim <= 1 << 16 && p.x_stride % 8 == 0 && addresses % 16 == 0;
 }
 
-template <int N, int Most, class Weight>
+template <int N, class Weight>
 cudaError_t run_groups(const Product& p, const Weight& weight, int64_t groups, const GroupSplit& split, int64_t token_blocks, int each, void* stream) {
-    using Stage = GroupStage<N, Most, Weight>;
+    using Stage = GroupStage<N, Weight>;
     const int wide = split.groups, length = group_length(p, split.parts);
     int stages = std::min(kMostGroupStages, (length + 1) / 2), parts_bits = 0;
     while (Stage::shared_bytes(wide, stages, length) > kMostGroupShared) --stages;
@@ -300,32 +304,27 @@ cudaError_t run_groups(const Product& p, const Weight& weight, int64_t groups, c
     const cuuint64_t x_strides[] = {cuuint64_t(p.x_stride) * sizeof(Bf16), kGroupDepth * sizeof(Bf16)};
     const cuuint32_t x_box[] = {kGroupDepth, N, 2};
     const cuuint64_t sizes[] = {cuuint64_t(p.in_dim), cuuint64_t(groups * p.out_dim)}, stride[] = {cuuint64_t(p.in_dim) * (Stage::kFp8 ? 1 : 2)};
-    const cuuint32_t box[] = {Stage::kFp8 ? 128 : 64, cuuint32_t(wide > 4 ? wide * 32 : wide * 64)};
+    const cuuint32_t box[] = {Stage::kFp8 ? 128 : 64, cuuint32_t(wide * 64)};
     if (!describe(x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, p.x, x_sizes, x_strides, x_box, CU_TENSOR_MAP_SWIZZLE_128B) ||
         !describe(weight_map, Stage::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows_of(weight), sizes, stride, box,
                   CU_TENSOR_MAP_SWIZZLE_128B))
         return cudaErrorNotSupported;
     const dim3 grid(unsigned(token_blocks * split.parts), unsigned(groups), unsigned((p.out_dim + wide * 64 - 1) / (wide * 64)));
-    return launch_cluster(group_product<N, Most, Weight>, grid, wide * 128, Stage::shared_bytes(wide, stages, length), split.parts, p.early, stream,
+    return launch_cluster(group_product<N, Weight>, grid, wide * 128, Stage::shared_bytes(wide, stages, length), split.parts, p.early, stream,
                           p, weight, GroupPlan{parts_bits, length, each, stages}, stores_fours(p), x_map, weight_map);
 }
 
 template <class Weight>
 cudaError_t run_groups(const Product& p, const Weight& weight, int64_t groups, int most_parts, void* stream) {
     const int parts = group_parts(p, groups, most_parts);
-    // tokens are spread evenly over as few blocks as there must be, in eights
-    const int64_t least = (p.tokens + kMostGroupTokens - 1) / kMostGroupTokens;
-    const int each = int(((p.tokens + least - 1) / least + 7) / 8 * 8);
-    const int64_t token_blocks = (p.tokens + each - 1) / each;
-    const auto run = [&](auto n) {
+    const auto [each, token_blocks] = group_tokens(p);
+    const auto run = [&, each = each, token_blocks = token_blocks](auto n) {
         constexpr int N = decltype(n)::value;
         const int length = group_length(p, parts), stages = std::min(3, (length + 1) / 2);  // so many at least
         int most = kMostGroups;
-        while (most > 1 && GroupStage<N, kMostGroups, Weight>::shared_bytes(most, stages, length) > kMostGroupShared) --most;
+        while (most > 1 && GroupStage<N, Weight>::shared_bytes(most, stages, length) > kMostGroupShared) --most;
         const GroupSplit split = group_split(p, groups, parts, N, token_blocks, most);
-        if constexpr (N > 96)  // with a warp group less there are registers for more
-            if (split.groups <= 4) return run_groups<N, 4>(p, weight, groups, split, token_blocks, each, stream);
-        return run_groups<N, kMostGroups>(p, weight, groups, split, token_blocks, each, stream);
+        return run_groups<N>(p, weight, groups, split, token_blocks, each, stream);
     };
     if (each <= 8) return run(std::integral_constant<int, 8>());
     if (each <= 16) return run(std::integral_constant<int, 16>());

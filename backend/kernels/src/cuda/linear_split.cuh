@@ -35,8 +35,14 @@ struct Product {
     int64_t tokens, in_dim, out_dim;  // of one group
     int64_t x_stride, y_stride;       // between tokens
     bool wide;                        // y is float32
-    bool early;                       // the launch before this one makes x
+    bool early;                       // may begin before the launch before has ended, which may make x
 };
+
+// Before x is awaited it may come to L2, where what is written meanwhile finds it: a line for each thread.
+__device__ inline void prefetch_tokens(const Product& p) {
+    const int64_t block = blockIdx.x + gridDim.x * (blockIdx.y + int64_t(gridDim.y) * blockIdx.z), at = (block * blockDim.x + threadIdx.x) * 64;
+    if (p.early && at < p.tokens * p.x_stride) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.x + at));
+}
 
 // parts: blocks that share k; tiles: of 16 outputs, of a block.
 struct Split {

@@ -17,9 +17,9 @@ __device__ inline uint32_t scaled_pair(uint32_t bits, uint32_t scale) {
 // E4M3 codes in bytes kFirst and kFirst + 1 of a word times a lifted scale, as bf16 pair: exact.
 template <int kFirst>
 __device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t scale) {
-    const uint32_t codes = __byte_perm(word, 0, kFirst == 0 ? 0x1404 : 0x3424);  // in the high bytes of both halves
-    const uint32_t bits = (codes & 0x80008000) | (codes >> 4 & 0x07f007f0);
-    return scaled_pair(bits, scale);
+    uint32_t codes;  // in the high bytes of both halves, between them the first one's sign eight times
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(codes) : "r"(word), "n"(kFirst == 0 ? 0x1804 : 0x3a24));
+    return scaled_pair(uint32_t(int32_t(codes) >> 4) & 0x87f087f0, scale);  // signs come along
 }
 
 // A weight of row-major bf16: a block of k is 32 wide, a lane's 16 bytes are 8 values.
@@ -49,9 +49,7 @@ struct Fp8Weight {
     __device__ const uint8_t* scale_at(int64_t row, int64_t k) const { return scales + row / 32 * scale_stride + k / 32; }
     __device__ static uint2 fragment(const Loaded& x, int s) {
         const uint32_t four = s == 0 ? x.bytes.x : s == 1 ? x.bytes.y : s == 2 ? x.bytes.z : x.bytes.w;
-        // The bytes of the bf16 values that the codes' bits are moved to, of all four codes at once.
-        const uint32_t low = four << 4 & 0xf0f0f0f0, high = (four & 0x80808080) | (four >> 4 & 0x07070707);
-        return make_uint2(scaled_pair(__byte_perm(low, high, 0x5140), x.scale), scaled_pair(__byte_perm(low, high, 0x7362), x.scale));
+        return make_uint2(widen_e4m3<0>(four, x.scale), widen_e4m3<2>(four, x.scale));
     }
 };
 
