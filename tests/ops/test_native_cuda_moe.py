@@ -93,7 +93,7 @@ class TestDetails:
             part = [some[start:stop].contiguous() for some in (x, ids, weights)]
             assert torch.equal(run_native(moe_fp4, *part, matrices), together[start:stop]), (start, stop)
 
-    @pytest.mark.parametrize("rows", [60, 1000])
+    @pytest.mark.parametrize("rows", [60, 300, 1000])
     def test_all_rows_of_one_expert_are_lost(self, rows: int) -> None:
         matrices = layer(8, 256, 128, act_quant=False, fp8_shared=False)
         x, ids, weights = routed(rows, 8, 2, 256)

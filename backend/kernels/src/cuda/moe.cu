@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_fp4: pairs of token and expert are grouped by expert, and each expert's weights are multiplied with its tokens as they come
 // from memory. Launches: plan; first product with swiglu and routing weight; second product; sum over a token's experts. Streamed
-// (moe_stream.cuh), each begins while the one before ends; of more rows the products are tiled (moe_tiles.cu) or wide
-// (moe_wide.cuh). The shared expert is part of both products, and for very many rows has its own.
+// (moe_stream.cuh), each begins while the one before ends, and the shared expert is part of both products. Of very many rows they
+// are wide (moe_wide.cuh) or, where there is no such instruction, tiled (moe_tiles.cu), and the shared expert has its own.
 //
 // Rows of weights are the rows of the matrix instruction and tokens its columns. A warp has 16 rows over the whole of k, in
-// rising order, so a result's bits depend neither on the other tokens nor on how pairs are divided: streamed and tiled ones are
-// the same.
+// rising order, so a result's bits depend neither on the other tokens nor on how pairs are divided.
 #include <algorithm>
 
 #include "bodies.h"
@@ -62,6 +61,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, 
     release_launch();
     const int e = threadIdx.x;
     counts[e] = 0;
+    if (e < 2) groups.taken[e] = 0;
     __syncthreads();
     for_pairs(ids, pairs, experts, [&](int, int expert) { atomicAdd(&counts[expert], 1); });
     __syncthreads();
@@ -144,19 +144,24 @@ cudaError_t quantise(const Bf16* x, Bf16* out, int64_t values, void* stream) {
     return launch(round_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, stream, x, out, values / 8);
 }
 
-bool is_wide(int64_t rows) { return rows > kNarrowRows && has_groups(); }
+bool is_streamed(int64_t rows) { return rows <= kStreamRows; }
+bool is_wide(int64_t rows) { return !is_streamed(rows) && has_groups(); }
+
+// Columns of the matrix instruction, in eights, of a streamed unit.
+int stream_columns(int64_t rows) { return rows <= 8 ? 1 : rows <= 128 ? 2 : 4; }
 
 // Tokens of a block of the plan, for so many rows of a step.
-int most_tokens(int64_t rows) { return rows <= kStreamRows ? kStreamedTokens : is_wide(rows) ? kGroupTokens : kTileTokens; }
-
-// The shared expert goes beside the routed ones; the wide product has none, and of very many rows its two products fill the device.
-bool takes_shared(int64_t rows) { return rows <= kNarrowRows; }
+int most_tokens(int64_t rows) {
+    if (is_streamed(rows)) return 8 * stream_columns(rows);
+    return is_wide(rows) ? kGroupTokens : kTileTokens;
+}
 
 struct Workspace {
     explicit Workspace(const cedar_moe_fp4_args& a) : base(static_cast<uint8_t*>(a.workspace)) {
         const int64_t pairs = a.rows * a.top_k, each = std::min(most_tokens(a.rows), kTileTokens);
         most_blocks = std::min(pairs, std::min(a.experts, pairs) + pairs / each);
-        groups.count = take<int>(1);
+        groups.count = take<int>(3);
+        groups.taken = groups.count + 1;
         groups.blocks = take<int4>(most_blocks);
         groups.pairs = a.rows > 1 ? take<int>(pairs) : nullptr;
         groups.ids = a.ids;
@@ -164,7 +169,7 @@ struct Workspace {
         inner = take<Bf16>((pairs + a.rows) * a.inner);
         shared_inner = inner + pairs * a.inner;
         parts = take<Bf16>(pairs * a.hidden);
-        shared_hidden = takes_shared(a.rows) ? nullptr : take<Bf16>(a.rows * 2 * a.inner);
+        shared_hidden = is_streamed(a.rows) ? nullptr : take<Bf16>(a.rows * 2 * a.inner);
         shared = take<Bf16>(a.rows * a.hidden);
     }
     template <class T>
@@ -181,21 +186,23 @@ struct Workspace {
 };
 
 // The launch of a product of the experts that are streamed, the shared one among them.
-template <int NT, bool kFirst>
+template <int NC, bool kFirst>
 cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, const Workspace& w, const ExpertProduct& q,
                            const SharedExpert& shared, void* stream) {
     int count = 0;
     const cudaError_t error = multiprocessors(&count);
     if (error != cudaSuccess) return error;
-    const int units = (shared.rows + NT * 8 - 1) / (NT * 8) * p.tiles;
+    StreamMaps maps;
+    if (!describe_stream<NC>(maps, p, a.experts, shared)) return cudaErrorNotSupported;
+    const int units = (shared.rows + NC * 8 - 1) / (NC * 8) * (p.tiles / kSharedTiles<NC>);
     return with_shared_rows<kFirst>(shared, [&](const auto& rows) {
-        constexpr auto kernel = stream_experts<NT, kFirst, std::decay_t<decltype(rows)>>;
-        const dim3 grid(unsigned(count * kStreamBlocks));
-        const size_t bytes = size_t(kStreamWarps) * kRingBytes;
+        constexpr auto kernel = stream_experts<NC, kFirst, std::decay_t<decltype(rows)>>;
+        const dim3 grid(unsigned(count * kStreamBlocks<NC>));
+        const size_t bytes = size_t(kRingStages<NC>) * kRingStageBytes<NC>;
         if (kFirst && a.rows == 1)  // nothing of this operation runs before it
-            return launch(kernel, grid, kStreamWarps * kWarp, bytes, 1, stream, p, w.groups, q, rows, int(a.experts), shared.rows, units,
+            return launch(kernel, grid, kStreamThreads, bytes, 1, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows, units,
                           int(a.top_k));
-        return launch_early(kernel, grid, kStreamWarps * kWarp, bytes, stream, p, w.groups, q, rows, int(a.experts), shared.rows, units,
+        return launch_early(kernel, grid, kStreamThreads, bytes, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows, units,
                             int(a.top_k));
     });
 }
@@ -203,16 +210,19 @@ cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, 
 template <bool kFirst>
 cudaError_t multiply(const cedar_moe_fp4_args& a, const ExpertProduct& p, const Workspace& w, const Bf16* shared_x, void* stream) {
     if (is_wide(a.rows)) return multiply_wide<kFirst>(p, w.groups, a.experts, stream);
+    if (!is_streamed(a.rows)) return multiply_tiles<kFirst>(p, w.groups, w.most_blocks, stream);
     ExpertProduct q = p;
     q.x = shared_x;
     q.top_k = 0;
     q.weights = nullptr;
     q.out = kFirst ? w.shared_inner : w.shared;
-    q.direct = true;
     const SharedExpert shared = {kFirst ? a.shared_w13 : a.shared_w2, kFirst ? a.shared_w13_scale : a.shared_w2_scale, a.shared_type,
-                                 kFirst ? a.hidden : a.inner, kFirst ? 2 * a.inner : a.hidden, takes_shared(a.rows) ? int(a.rows) : 0};
-    if (a.rows > kStreamRows) return multiply_tiles<kFirst>(p, w.groups, w.most_blocks, q, shared, stream);
-    return a.rows <= 8 ? stream_product<1, kFirst>(a, p, w, q, shared, stream) : stream_product<4, kFirst>(a, p, w, q, shared, stream);
+                                 kFirst ? a.hidden : a.inner, kFirst ? 2 * a.inner : a.hidden, int(a.rows)};
+    switch (stream_columns(a.rows)) {
+        case 1: return stream_product<1, kFirst>(a, p, w, q, shared, stream);
+        case 2: return stream_product<2, kFirst>(a, p, w, q, shared, stream);
+        default: return stream_product<4, kFirst>(a, p, w, q, shared, stream);
+    }
 }
 
 // The shared expert of very many rows: its two products.
@@ -228,7 +238,7 @@ int shared_expert(const cedar_moe_fp4_args& a, const Workspace& w, const Bf16* x
     return dense_product("moe_fp4", second, stream);
 }
 
-// The plan and both products of all experts that the grouped launches take.
+// The plan and both products of the routed experts, and streamed also of the shared one.
 cudaError_t routed_experts(const cedar_moe_fp4_args& a, const Workspace& w, const Bf16* x, void* stream) {
     const int pairs = int(a.rows * a.top_k);
     const bool wide = is_wide(a.rows);
@@ -238,14 +248,14 @@ cudaError_t routed_experts(const cedar_moe_fp4_args& a, const Workspace& w, cons
     if (error == cudaSuccess && wide) error = group_for_wide(x, w.parts, w.groups, w.most_blocks, int(a.top_k), a.hidden, stream);
     if (error != cudaSuccess) return error;
     const ExpertProduct first = {static_cast<const uint8_t*>(a.w13), a.w13_scale, wide ? w.parts : x, int(2 * a.inner / kFp4Rows),
-                                 int(a.hidden / kFp4Depth), a.hidden, int(a.top_k), float(a.limit), a.weights, w.inner, a.inner, false};
+                                 int(a.hidden / kFp4Depth), a.hidden, int(a.top_k), float(a.limit), a.weights, w.inner, a.inner};
     error = multiply<true>(a, first, w, x, stream);
     // one run of values where the shared expert's inner rows lie behind the routed ones
-    const int64_t inner_rows = pairs + (takes_shared(a.rows) ? a.rows : 0);
+    const int64_t inner_rows = pairs + (is_streamed(a.rows) ? a.rows : 0);
     if (error == cudaSuccess && a.act_quant) error = quantise(w.inner, w.inner, inner_rows * a.inner, stream);
     if (error != cudaSuccess) return error;
     const ExpertProduct second = {static_cast<const uint8_t*>(a.w2), a.w2_scale, w.inner, int(a.hidden / kFp4Rows), int(a.inner / kFp4Depth),
-                                  a.inner, 0, 0.0f, nullptr, w.parts, a.hidden, false};
+                                  a.inner, 0, 0.0f, nullptr, w.parts, a.hidden};
     return multiply<false>(a, second, w, w.shared_inner, stream);
 }
 
@@ -268,7 +278,7 @@ int moe_fp4(const cedar_moe_fp4_args& a, void* stream) {
     }
     if (error == cudaSuccess) error = routed_experts(a, w, x, stream);
     if (error != cudaSuccess) return finish("moe_fp4", error);
-    if (!takes_shared(a.rows))
+    if (!is_streamed(a.rows))
         if (const int status = shared_expert(a, w, x, stream)) return status;
     const int64_t vectors = a.rows * a.hidden / 8;
     const dim3 grid(blocks_for(vectors));

@@ -6,17 +6,15 @@
 
 namespace cedar::cuda {
 
-#ifndef CEDAR_MOE_STREAM_ROWS
-#define CEDAR_MOE_STREAM_ROWS 128
-#endif
-
-constexpr int64_t kStreamRows = CEDAR_MOE_STREAM_ROWS;  // with more rows an expert has so many tokens that the products are tiled
-constexpr int64_t kNarrowRows = 640;                    // and with more than these by Hopper's own instruction, where there is one
+// With more rows the products are tiled, by Hopper's own matrix instruction where there is one, and the shared expert's fill the
+// device alone.
+constexpr int64_t kStreamRows = 640;
 constexpr int kTileTokens = 64, kGroupTokens = 96;  // of a block, tiled; and by Hopper's own matrix instruction
 
 // Pairs (token top_k + k) grouped by expert; block: (expert, first place, number of places, 0).
 struct Groups {
     int* count;    // of blocks
+    int* taken;    // of both products' units, by streamed ones
     int4* blocks;
     int* pairs;    // pair at each place; nullptr for a single row, whose pairs are blocks without a plan
     const int64_t* ids;
@@ -42,7 +40,6 @@ struct ExpertProduct {
     const float* weights;   // [pairs]
     Bf16* out;
     int64_t out_stride;
-    bool direct;            // places are rows: the shared expert
 
     __device__ int64_t row_of(const Groups& groups, int place) const { return top_k > 0 ? groups.pair(place) / top_k : place; }
 };
@@ -56,18 +53,23 @@ __device__ inline float swiglu(float g, float u, float limit) {
 // values, which is what a lane's word of codes has, then goes.
 __host__ __device__ inline int order_for_groups(int q, int i) { return i / 2 * 8 + q * 2 + i % 2; }
 
-// Rows `row` and 8 + `row` of a tile, for the token at a place. The first product's are a gate and its up.
+// Rows `row` and 8 + `row` of a tile for a token, to where its results are. The first product's are a gate and its up.
+template <bool kFirst>
+__device__ inline void store_pair(Bf16* out, float weight, float limit, int tile, int row, float low, float high) {
+    if constexpr (kFirst) {
+        out[tile * 8 + row] = from_float<Bf16>(swiglu(rounded<Bf16>(low), rounded<Bf16>(high), limit) * weight);
+    } else {
+        out[tile * 16 + row] = from_float<Bf16>(low);
+        out[tile * 16 + row + 8] = from_float<Bf16>(high);
+    }
+}
+
+// The same for the token at a place.
 template <bool kFirst>
 __device__ inline void store_result(const ExpertProduct& p, const Groups& groups, int place, int tile, int row, float low, float high) {
-    const int pair = p.direct ? place : groups.pair(place);
-    if constexpr (kFirst) {
-        const float value = swiglu(rounded<Bf16>(low), rounded<Bf16>(high), p.limit) * (p.direct ? 1.0f : p.weights[pair]);
-        p.out[place * p.out_stride + tile * 8 + row] = from_float<Bf16>(value);
-    } else {
-        Bf16* to = p.out + pair * p.out_stride + tile * 16 + row;
-        to[0] = from_float<Bf16>(low);
-        to[8] = from_float<Bf16>(high);
-    }
+    const int pair = groups.pair(place);
+    const float weight = kFirst ? p.weights[pair] : 1.0f;
+    store_pair<kFirst>(p.out + int64_t(kFirst ? place : pair) * p.out_stride, weight, p.limit, tile, row, low, high);
 }
 
 // One of the shared expert's matrices.
@@ -75,15 +77,14 @@ struct SharedExpert {
     const void* weight;
     const uint8_t* scale;
     int64_t type, in_dim, out_dim;
-    int rows;               // tokens; 0: none
+    int rows;               // tokens
 };
 
-// For many tokens per expert (moe_tiles.cu). `shared`, `q`: the shared expert's part, which the portable kernel takes along.
+// A product of the routed experts for many tokens each (moe_tiles.cu).
 template <bool kFirst>
-cudaError_t multiply_tiles(const ExpertProduct& p, const Groups& groups, int64_t most_blocks, const ExpertProduct& q,
-                           const SharedExpert& shared, void* stream);
+cudaError_t multiply_tiles(const ExpertProduct& p, const Groups& groups, int64_t most_blocks, void* stream);
 
-// The same by Hopper's matrix instruction, for the routed experts alone. x and the first product's results lie as moe_wide.cuh
+// The same by Hopper's matrix instruction. x and the first product's results lie as moe_wide.cuh
 // says; group_for_wide brings tokens there.
 template <bool kFirst>
 cudaError_t multiply_wide(const ExpertProduct& p, const Groups& groups, int64_t experts, void* stream);

@@ -17,24 +17,24 @@ __device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
 // Barriers that this thread initialised are seen by copies, and by threads behind the next barrier of theirs.
 __device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ inline void arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
+__device__ inline void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+__device__ inline void arrive(uint64_t* barrier) { arrive(shared_address(barrier)); }
 
 // Arrive, and announce bytes.
 __device__ inline void announce_bytes(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-__device__ inline void await_barrier(uint64_t* barrier, uint32_t parity) {
+__device__ inline void await_barrier(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{\n.reg .pred p;\n"
         "again:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra again;\n}\n" ::"r"(shared_address(barrier)),
+        "@!p bra again;\n}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
 }
+__device__ inline void await_barrier(uint64_t* barrier, uint32_t parity) { await_barrier(shared_address(barrier), parity); }
 
 // What this thread and those that it has waited for did in shared memory comes before the copies that it starts from here on.
 __device__ inline void release_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

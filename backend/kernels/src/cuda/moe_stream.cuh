@@ -1,187 +1,233 @@
 // SPDX-License-Identifier: Apache-2.0
-// The experts' products for few tokens per expert. Every warp of a grid that stays has a list of units, 16 rows of an expert over
-// the whole of k times up to 8 tokens, and a ring in shared memory through which their weights come as one stream: the copies
-// run ahead of the sums over the ends of units, and from before the launch that they wait for has ended.
+// The experts' products for few tokens per expert. Blocks stay and take units: 128 rows of an expert over the whole of k, times a
+// block of the plan; or 64 or 128 of the shared expert, times as many tokens. One warp orders copies of weights and tokens into a
+// ring of stages, through the ends of units and from before the launch that it waits for has ended; each of the others has 16 of
+// the rows, which it widens in registers and multiplies.
 #pragma once
 
-#include "moe_bulk.cuh"
-#include "moe_shared.cuh"
-#include "stream.cuh"
+#include "moe_ring.cuh"
 
 namespace cedar::cuda {
 
-#ifndef CEDAR_MOE_STAGES
-#define CEDAR_MOE_STAGES 2
-#endif
-#ifndef CEDAR_MOE_BLOCKS
-#define CEDAR_MOE_BLOCKS 2
-#endif
-#ifndef CEDAR_MOE_NEIGHBOURS
-#define CEDAR_MOE_NEIGHBOURS 4
-#endif
-
-constexpr int kStreamWarps = 8, kStreamBlocks = CEDAR_MOE_BLOCKS;  // of a block; per multiprocessor
-constexpr int kRingStages = CEDAR_MOE_STAGES, kRingDepth = 4;      // of a warp's ring; blocks of 128 values in a stage
-constexpr int kRingStageBytes = kRingDepth * (kFp4Codes + kFp4Scales), kRingBytes = kRingStages * kRingStageBytes;
-constexpr int kStreamedTokens = 8, kSharedStages = 8;
-constexpr int kNeighbours = CEDAR_MOE_NEIGHBOURS;  // warps of a block that have units side by side
-static_assert(kRingDepth % 2 == 0 && kRingStageBytes % 128 == 0 && kSharedStages * 1024 <= kRingBytes);
-static_assert(kStreamWarps % kNeighbours == 0);
-
-// A warp's place in its list of units. They are dealt out by turns, there and back, so that who has one of the longer first ones
-// has none of the last; a few neighbours, who read the same tokens, go to one block, and the next to the next block.
-struct Units {
-    int all, shared, warps, me;
-    __device__ int operator()(int round) const { return round * warps + (round % 2 ? warps - 1 - me : me); }
-};
-
-// Block of pairs and tile of a routed unit; false where the expert does not exist.
-__device__ inline bool unit_work(const ExpertProduct& p, const Groups& groups, int experts, int routed, int4* work, int* tile) {
-    *work = groups.block(routed / p.tiles);
-    *tile = routed % p.tiles;
-    return work->z > 0 && work->x >= 0 && work->x < experts;
+// c[n] += a warp's 16 rows times the tokens of column group n, over a unit of a routed expert.
+template <int N, int NC>
+__device__ inline void multiply_routed(StreamReader<NC>& reader, int depth, int count, float (&c)[N][4]) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, quad = lane % 4;
+    const uint32_t codes = warp * kStreamDepth * kFp4Codes + lane * 16, scales = kStreamScales + warp * kStreamDepth * kFp4Scales + group * 4;
+    uint32_t tokens[N];  // columns that have no token repeat the last one
+#pragma unroll
+    for (int n = 0; n < N; ++n) tokens[n] = kStreamTokens + min(n * 8 + group, count - 1) * kTokenPitch + quad * 16;
+    int left = depth;
+    reader.read((depth + kStreamDepth - 1) / kStreamDepth, [&](uint32_t stage) __attribute__((always_inline)) {
+#pragma unroll
+        for (int part = 0; part < kStreamDepth; ++part) {
+            if (part > 0 && part >= left) break;
+            const uint32_t from = stage + codes + part * kFp4Codes, scale = stage + scales + part * kFp4Scales;
+            const uint4 low = shared_16(from), high = shared_16(from + kFp4Codes / 2);
+            const uint32_t low_scale = shared_4(scale), high_scale = shared_4(scale + kFp4Scales / 2);
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                uint32_t l[4], h[4];
+                Fp4Codes::widen(low, low_scale, step, l);
+                Fp4Codes::widen(high, high_scale, step, h);
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const uint4 b = shared_16(stage + tokens[n] + part * kTokenBytes + step * 64);
+                    multiply_bf16(c[n], l[0], h[0], l[1], h[1], b.x, b.y);
+                    multiply_bf16(c[n], l[2], h[2], l[3], h[3], b.z, b.w);
+                }
+            }
+        }
+        left -= kStreamDepth;
+    });
 }
 
-// A warp's stream of weights: lane 0 orders, all lanes know how far it is.
-struct WeightStream {
-    unsigned char* ring;
-    uint64_t* full;  // [kRingStages]
-    uint64_t policy;
-    const uint8_t *codes = nullptr, *scales = nullptr;
-    int round, block = 0, left = 0, slot = 0;  // of the next copy: unit, block of k and blocks left in it, stage
-
-    // Order the next stage, if there is one.
-    __device__ void advance(const ExpertProduct& p, const Groups& groups, int experts, const Units& units) {
-        while (left == 0) {
-            const int unit = units(round);
-            if (unit >= units.all) return;
-            int4 work;
-            int tile;
-            ++round;
-            if (!unit_work(p, groups, experts, unit - units.shared, &work, &tile)) continue;
-            const int64_t before = (int64_t(work.x) * p.tiles + tile) * p.depth;
-            codes = p.codes + before * kFp4Codes, scales = p.scales + before * kFp4Scales;
-            left = p.depth;
-        }
-        const int count = left < kRingDepth ? left : kRingDepth;
-        if (threadIdx.x % kWarp == 0) {
-            unsigned char* stage = ring + slot * kRingStageBytes;
-            announce_bytes(&full[slot], uint32_t(count * (kFp4Codes + kFp4Scales)));
-            copy_bulk(stage, codes, uint32_t(count * kFp4Codes), &full[slot], policy);
-            copy_bulk(stage + kRingDepth * kFp4Codes, scales, uint32_t(count * kFp4Scales), &full[slot], policy);
-        }
-        codes += count * kFp4Codes, scales += count * kFp4Scales;
-        left -= count;
-        slot = slot + 1 == kRingStages ? 0 : slot + 1;
-    }
-};
-
-// Units [0, shared_units) are the shared expert's: tiles of rows, times 8 NT tokens each; behind them the routed experts'.
-// plan_blocks: of a step without a plan.
-template <int NT, bool kFirst, class Shared>
-__global__ void __launch_bounds__(kStreamWarps* kWarp, kStreamBlocks)
-    stream_experts(const ExpertProduct p, const Groups groups, const ExpertProduct shared, const Shared shared_weight, int experts, int rows,
-                   int shared_units, int plan_blocks) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ uint64_t barriers[kStreamWarps][kRingStages];
+// The same of the shared expert. tile: of the warp.
+template <bool kFirst, int N, int NC, class Shared>
+__device__ inline void multiply_shared(StreamReader<NC>& reader, const Shared& weight, int tile, int depth, int count, float (&c)[N][4]) {
+    constexpr int kBlock = Shared::kBlock, kUnits = Shared::kUnits;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, quad = lane % 4;
-    unsigned char* const ring = memory + warp * kRingBytes;
-    uint64_t* const full = barriers[warp];
-    if (lane < kRingStages) init_barrier(&full[lane], 1);
-    publish_barriers();
-    __syncwarp();
-    const int me = (warp / kNeighbours * int(gridDim.x) + int(blockIdx.x)) * kNeighbours + warp % kNeighbours;
-    Units units{shared_units, shared_units, int(gridDim.x) * kStreamWarps, me};
-    int round = 0;
-
-    const auto multiply_shared = [&] {
-        for (; units(round) < shared_units; ++round) {
-            const int tile = units(round) % p.tiles, first = units(round) / p.tiles * NT * 8, count = min(NT * 8, rows - first);
-            const Bf16* tokens[NT];  // columns that have no token repeat the last one
+    const uint32_t row = (warp * (kFirst ? 8 : 16) + group) * kSharedBytes + quad * 16;
+    uint32_t tokens[N];
 #pragma unroll
-            for (int n = 0; n < NT; ++n) tokens[n] = shared.x + int64_t(first + min(n * 8 + group, count - 1)) * shared.stride;
-            float c[NT][4] = {};
-            stream_tile<NT, kSharedStages, 1>(shared_weight, tile, 0, int(p.depth * kFp4Depth / Shared::kBlock), tokens, ring, c);
+    for (int n = 0; n < N; ++n) tokens[n] = kStreamTokens + min(n * 8 + group, count - 1) * kSharedPitch + quad * kUnits * 16;
+    const uint8_t* const scales[2] = {weight.scales_of(tile, 0, lane), weight.scales_of(tile, 1, lane)};
+    const int stages = depth * kFp4Depth / (2 * kBlock);
+    uint32_t next[2][2] = {};  // of the halves of rows and of k, a stage ahead
+    int number = 0;
+    const auto load_scales = [&] {
+        if constexpr (Shared::kScaleBytes == 1) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+            for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int column = n * 8 + quad * 2 + i;
-                    if (column < count) store_result<kFirst>(shared, groups, first + column, tile, group, c[n][i], c[n][2 + i]);
-                }
-            __syncwarp();  // all lanes have read the ring
+                for (int part = 0; part < 2; ++part) next[half][part] = __ldg(scales[half] + (number * 2 + part) * Shared::kScaleStep);
         }
     };
-    WeightStream weights{ring, full, read_once_policy()};
-    const auto start = [&] {
-        units.all = shared_units + (groups.pairs != nullptr ? __ldcg(groups.count) : plan_blocks) * p.tiles;
-        weights.round = round;
-        for (int stage = 0; stage < kRingStages; ++stage) weights.advance(p, groups, experts, units);
+    if (warp >= kSharedTiles<NC>) return reader.read(stages, [](uint32_t) {});
+    load_scales();
+    reader.read(stages, [&](uint32_t stage) __attribute__((always_inline)) {
+        uint32_t scale[2][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int part = 0; part < 2; ++part) scale[half][part] = lifted_scale(next[half][part]);
+        if (number + 1 < stages) ++number;
+        load_scales();
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            const uint32_t from = stage + row + part * 64;
+            const uint4 low = shared_16(from), high = shared_16(from + (kFirst ? kSharedRows<NC> : 8) * kSharedBytes);
+#pragma unroll
+            for (int step = 0; step < kUnits; ++step) {
+                uint32_t l[4], h[4];
+                Shared::widen(low, scale[0][part], step, l);
+                Shared::widen(high, scale[1][part], step, h);
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const uint4 b = shared_16(stage + tokens[n] + part * kBlock * 2 + step * 16);
+                    multiply_bf16(c[n], l[0], h[0], l[1], h[1], b.x, b.y);
+                    multiply_bf16(c[n], l[2], h[2], l[3], h[3], b.z, b.w);
+                }
+            }
+        }
+    });
+}
+
+// A multiplying warp's rows of a unit with up to 8 N tokens.
+template <int N, int NC, bool kFirst, class Shared>
+__device__ inline void multiply_stream(StreamReader<NC>& reader, const StreamRing<NC>& ring, const ExpertProduct& p, const ExpertProduct& shared,
+                                       const Shared& weight) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, quad = lane % 4;
+    const StreamUnit<NC>& unit = ring.units[reader.slot];
+    const int place = unit.place, count = unit.count, tile = unit.tile + warp;
+    const bool routed = unit.routed;
+    int pairs[N][2];  // of the columns whose results the lane gets
+    float weights[N][2];
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) pairs[n][i] = unit.pairs[n * 8 + quad * 2 + i], weights[n][i] = unit.weights[n * 8 + quad * 2 + i];
+    float c[N][4] = {};
+    if (routed)
+        multiply_routed(reader, p.depth, count, c);
+    else
+        multiply_shared<kFirst>(reader, weight, tile, p.depth, count, c);
+    if (!routed && warp >= kSharedTiles<NC>) return;
+    Bf16* const out = routed ? p.out : shared.out;
+    const int64_t stride = routed ? p.out_stride : shared.out_stride;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int column = n * 8 + quad * 2 + i;
+            if (column < count)
+                store_pair<kFirst>(out + int64_t(kFirst ? place + column : pairs[n][i]) * stride, weights[n][i], p.limit, tile, group, c[n][i],
+                                   c[n][2 + i]);
+        }
+}
+
+// Units [0, shared_units) are the shared expert's, of all its rows times 8 NC tokens each; behind them the routed experts'. A block
+// has that of its number, and then, where there is a plan, whichever is next; where there is none, blocks have one more each in
+// the opposite order, and so on by turns. plan_blocks: of a step without a plan.
+template <int NC, bool kFirst, class Shared>
+__global__ void __launch_bounds__(kStreamThreads, kStreamBlocks<NC>)
+    stream_experts(const ExpertProduct p, const Groups groups, const __grid_constant__ StreamMaps maps, const ExpertProduct shared,
+                   const Shared shared_weight, int experts, int rows, int shared_units, int plan_blocks) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    __shared__ uint64_t barriers[2 * kRingStages<NC>];
+    __shared__ StreamUnit<NC> units[kRingStages<NC>];
+    if (threadIdx.x < kRingStages<NC>) {
+        init_barrier(&barriers[threadIdx.x], 1 + kWarp);  // weights, and each copying lane
+        init_barrier(&barriers[kRingStages<NC> + threadIdx.x], kStreamWarps);
+        publish_barriers();
+    }
+    if (threadIdx.x == kStreamWarps * kWarp) {
+        const auto prefetch = [](const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); };
+        prefetch(maps.codes), prefetch(maps.scales), prefetch(maps.shared);
+    }
+    __syncthreads();
+    const StreamRing<NC> ring{memory, units, barriers, barriers + kRingStages<NC>};
+    if (threadIdx.x / kWarp < kStreamWarps) {
+        StreamReader<NC> reader(ring);
+        for (;;) {
+            reader.await();
+            const int count = units[reader.slot].count;
+            if (count == 0) return;
+            if (NC == 1 || count <= 8)
+                multiply_stream<1, NC, kFirst>(reader, ring, p, shared, shared_weight);
+            else if (NC == 2 || count <= 16)
+                multiply_stream<NC == 1 ? 1 : 2, NC, kFirst>(reader, ring, p, shared, shared_weight);
+            else
+                multiply_stream<NC, NC, kFirst>(reader, ring, p, shared, shared_weight);
+        }
+    }
+
+    StreamCopier<NC, kFirst, Shared> copier{
+        p, shared, groups, maps, ring, shared_weight, experts, rows, shared_units, kept(shared_address(memory) + kStreamTokens)};
+    const bool planned = groups.pairs != nullptr;
+    const auto count_units = [&] { return shared_units + (planned ? __ldcg(groups.count) : plan_blocks) * (p.tiles / kStreamWarps); };
+    int unit = int(blockIdx.x), early = 0;  // stages whose weights have been ordered
+    const auto begin_first = [&] {
+        if (!copier.begin(unit)) return false;
+        for (; early < kRingStages<NC> && early < copier.stages; ++early) copier.order_weights(early, early);
+        copier.tell();
+        for (int stage = 0; stage < early; ++stage) copier.announce(stage);
+        return true;
+    };
+    const auto order = [&] {
+        for (int number = 0; number < copier.stages; ++number, copier.next()) {
+            if (early > 0) {
+                --early;
+            } else {
+                copier.await_empty();
+                copier.order_weights(number, copier.slot);
+                if (number == 0) copier.tell();
+                copier.announce(copier.slot);
+            }
+            if (copier.routed)
+                copier.template order_tokens<true>(number);
+            else
+                copier.template order_tokens<false>(number);
+        }
     };
     // The first product's launch waits for the plan, which the shared expert does not need; the second's begins when the plan is
     // there, and waits for the first's results.
-    if constexpr (kFirst) {
-        if (groups.pairs == nullptr) release_launch();  // there is no plan
-        multiply_shared();
-        await_launch();
-        release_launch();
-    } else {
-        release_launch();
-        if (units(0) >= shared_units) start();
-        await_launch();
-        multiply_shared();
+    if (!kFirst || !planned) release_launch();
+    const bool ahead = !kFirst || !planned || unit < shared_units;
+    bool begun = ahead && unit < (unit < shared_units ? shared_units : count_units()) && begin_first();
+    if (kFirst && begun) order();
+    await_launch();
+    if (kFirst && planned) release_launch();
+    const int all = count_units();
+    if (!ahead) begun = unit < all && begin_first();
+    if (begun && !(kFirst && ahead)) order();
+    const auto take = [&] {
+        int next = unit + 2 * int(gridDim.x - unit % gridDim.x) - 1;
+        if (planned && threadIdx.x % kWarp == 0) next = int(gridDim.x) + atomicAdd(groups.taken + !kFirst, 1);
+        return next;
+    };
+    unit = __shfl_sync(kAllLanes, take(), 0);
+    while (unit < all) {
+        const int next = take();
+        if (copier.begin(unit)) order();
+        unit = __shfl_sync(kAllLanes, next, 0);
     }
-    if (kFirst || round > 0) {
-        release_shared();  // to the copies: other ones were here before
-        __syncwarp();
-        start();
-    }
+    copier.end();
+}
 
-    int slot = 0;
-    uint32_t parity = 0;
-    for (; units(round) < units.all; ++round) {
-        int4 work;
-        int tile;
-        if (!unit_work(p, groups, experts, units(round) - shared_units, &work, &tile)) continue;
-        const Bf16* token = p.x + p.row_of(groups, work.y + min(group, work.z - 1)) * p.stride + quad * 8;
-        float c[4] = {};
-        uint4 b[2][4];  // by turns, a block ahead
-        const auto load_tokens = [&](int turn) {
-#pragma unroll
-            for (int unit = 0; unit < 4; ++unit) b[turn][unit] = *reinterpret_cast<const uint4*>(token + unit * 32);
-            token += kFp4Depth;
-        };
-        load_tokens(0);
-        for (int block = 0; block < p.depth; block += kRingDepth) {
-            await_barrier(&full[slot], parity);
-            const unsigned char* stage = ring + slot * kRingStageBytes;
-#pragma unroll
-            for (int part = 0; part < kRingDepth; ++part) {
-                if (block + part >= p.depth) break;
-                const uint4 low = *reinterpret_cast<const uint4*>(stage + part * kFp4Codes + lane * 16);
-                const uint4 high = *reinterpret_cast<const uint4*>(stage + part * kFp4Codes + 512 + lane * 16);
-                const unsigned char* scales = stage + kRingDepth * kFp4Codes + part * kFp4Scales + group * 4;
-                const uint32_t low_scale = *reinterpret_cast<const uint32_t*>(scales);
-                const uint32_t high_scale = *reinterpret_cast<const uint32_t*>(scales + kFp4Scales / 2);
-                if (block + part + 1 < p.depth) load_tokens(1 - part % 2);
-#pragma unroll
-                for (int unit = 0; unit < 4; ++unit) {
-                    uint32_t l[4], h[4];
-                    Fp4Codes::widen(low, low_scale, unit, l);
-                    Fp4Codes::widen(high, high_scale, unit, h);
-                    multiply_bf16(c, l[0], h[0], l[1], h[1], b[part % 2][unit].x, b[part % 2][unit].y);
-                    multiply_bf16(c, l[2], h[2], l[3], h[3], b[part % 2][unit].z, b[part % 2][unit].w);
-                }
-            }
-            __syncwarp();  // all lanes have read the stage
-            weights.advance(p, groups, experts, units);
-            slot = slot + 1 == kRingStages ? 0 : slot + 1;
-            parity ^= uint32_t(slot == 0);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (quad * 2 + i < work.z) store_result<kFirst>(p, groups, work.y + quad * 2 + i, tile, group, c[i], c[2 + i]);
-    }
+template <int NC>
+bool describe_stream(StreamMaps& maps, const ExpertProduct& p, int64_t experts, const SharedExpert& shared) {
+    const auto of_tiles = [&](CUtensorMap& map, CUtensorMapDataType type, int value_bytes, const uint8_t* data, int block_bytes) {
+        const cuuint64_t sizes[] = {cuuint64_t(p.depth) * block_bytes / value_bytes, cuuint64_t(experts * p.tiles)};
+        const cuuint64_t stride[] = {cuuint64_t(p.depth) * block_bytes};
+        const cuuint32_t box[] = {cuuint32_t(kStreamDepth * block_bytes / value_bytes), kStreamWarps};
+        return describe(map, type, 2, data, sizes, stride, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+    };
+    const cuuint64_t row_bytes = cuuint64_t(shared.in_dim) * (shared.type == CEDAR_BF16 ? 2 : 1), sizes[] = {row_bytes, cuuint64_t(shared.out_dim)};
+    const cuuint32_t box[] = {kSharedBytes, kSharedRows<NC>};
+    return of_tiles(maps.codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, p.codes, kFp4Codes) &&
+           of_tiles(maps.scales, CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, p.scales, kFp4Scales) &&
+           describe(maps.shared, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, shared.weight, sizes, &row_bytes, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace cedar::cuda
