@@ -185,6 +185,24 @@ def test_a_worse_entry_is_selected(sizes: tuple[int, int, int], per_page: int, c
     x.check(x.run(), coarse)
     x = replace(x, top_k=33, publish=3)
     x.check(x.run(), coarse)
+    x = restricted(x, 300)
+    x.check(x.run(), coarse)
+
+
+@pytest.mark.parametrize("coarse", [True, False])
+@pytest.mark.parametrize(("top_k", "times"), [(33, 1), (512, 2), (2048, 1)])
+def test_a_cluster_chooses_others_of_few_entries(top_k: int, times: int, coarse: bool) -> None:
+    lengths = [0, 1, 31, 260, 2047, 2049, 3001, 8192, 16384] * times
+    x = case(lengths, coarse=coarse, top_k=top_k)
+    x.check(x.run(), coarse)
+    assert_rows_alone(lambda part: replace(x, most=16384).rows(part).run()[:2], len(lengths))
+    sparse = restricted(x, 2048)
+    sparse.check(sparse.run(), coarse)
+    x.query.zero_()
+    index = x.run()[0]
+    assert index is not None
+    for row, visible in enumerate(lengths):
+        assert index[row].tolist() == [*range(min(top_k, visible)), *[-1] * (top_k - visible)]
 
 
 @pytest.mark.parametrize("coarse", [True, False])
@@ -246,13 +264,15 @@ def test_equal_scores_select_others_than_the_lowest(visible: int) -> None:
     assert torch.equal(blocks, torch.tensor([*range(59), newest], device="cuda").expand(3, -1))
 
 
+@pytest.mark.parametrize("count", [8000, 50_000])
 @pytest.mark.parametrize("order", ["rising", "falling", "strided"])
-def test_the_order_of_scores_decides(order: str) -> None:
+def test_the_order_of_scores_decides(order: str, count: int) -> None:
     """The best lie side by side, or all with the same few threads of a block, which a filter may not expect."""
-    count = 50_000
     x = case([count], (8, 128, 1), coarse=True)
     number = torch.arange(count, device="cuda")
-    rank = {"rising": number, "falling": count - 1 - number, "strided": number % 1024 * 49 + number // 1024}[order]
+    rank = {"rising": number, "falling": count - 1 - number, "strided": number % 1024 * (count // 1024 + 1) + number // 1024}[
+        order
+    ]
     level = rank * 625 // (rank.max() + 1)
     keys = torch.zeros(count, 128, device="cuda")
     for digit in range(4):  # of the level in base 5, each in a group of its own

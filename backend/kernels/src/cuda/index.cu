@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// mqa_logits_topk in two launches: scores of the rows' entries into the workspace, then a cluster of blocks per row that chooses.
+// mqa_logits_topk: of few entries a row's cluster of blocks scores and chooses; else there are two launches: scores of the rows' entries
+// into the workspace, then a cluster per row that chooses.
 #include <algorithm>
 #include <cstddef>
 
 #include "bodies.h"
-#include "index_score.cuh"
+#include "index_few.cuh"
 
 namespace cedar::cuda {
 namespace index {
@@ -13,10 +14,7 @@ constexpr int64_t kMostScores = int64_t(1) << 26;  // of the workspace, while on
 constexpr int kMostRun = 24 * 1024;                // items of a block of a cluster
 constexpr int kMostShared = 227 * 1024;            // of its blocks
 static_assert(sizeof(Selection) + (kMostRun + 4) * (sizeof(uint32_t) + sizeof(uint16_t)) <= kMostShared);
-#ifndef CEDAR_INDEX_SHORT_RUN
-#define CEDAR_INDEX_SHORT_RUN 8192
-#endif
-constexpr int kShortRun = CEDAR_INDEX_SHORT_RUN;   // items of a block that need no more blocks
+constexpr int kShortRun = 8192;                    // items of a block that need no more blocks
 constexpr int64_t kMostRows = 65535;               // of a pass: blocks of a grid in y
 
 // A block's run of a row's items, which are numbered over the cluster.
@@ -80,11 +78,6 @@ __device__ int list_blocks_above(const Run& run, uint32_t least, uint16_t* list)
         if (own[i] >= least) list[place++] = uint16_t(i);
     __syncthreads();
     return int(memory.total);
-}
-
-__device__ void write_entry(const Search& s, int64_t row, int64_t base, int i, int64_t position) {
-    s.a.index[row * s.a.width + i] = position;
-    s.a.slots[row * s.a.width + i] = position < 0 ? 0 : pool_row(s, base, position);
 }
 
 __device__ void select_entries(const Search& s, const Cluster& cluster, int64_t row, const uint32_t* scores, const uint32_t* maxima,
@@ -154,12 +147,24 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const Search s, in
     else
         select_blocks(s, cluster, s.first + place, maxima);
     await_launch();  // of rows without scores too: what comes after this launch comes after that of the scores
+    arrive_at_cluster();
     await_cluster();  // no block ends while others read its shared memory
 }
 
 // ---- host ----
 
-int64_t columns_of(const cedar_mqa_logits_topk_args& a) { return a.candidates != nullptr ? a.candidate_blocks * a.block : a.max_visible; }
+// log2 of a power of two, -1 of what is none.
+int shift_of(int64_t x) {
+    if (x <= 0 || (x & (x - 1)) != 0) return -1;
+    int shift = 0;
+    while (int64_t(1) << shift < x) ++shift;
+    return shift;
+}
+
+int64_t columns_of(const cedar_mqa_logits_topk_args& a) {
+    if (a.candidates == nullptr) return a.max_visible;
+    return std::min(a.candidate_blocks, (a.max_visible + a.block - 1) / a.block) * a.block;
+}
 
 int64_t stride_of(const cedar_mqa_logits_topk_args& a) { return (columns_of(a) + kRun - 1) / kRun * kRun; }
 
@@ -169,19 +174,40 @@ int64_t rows_together(const cedar_mqa_logits_topk_args& a) {
     return most < 1 ? 1 : most < a.rows ? most : a.rows;
 }
 
-template <int D, int G>
+// Rows that share keys, of a chunk: Together.
+bool are_together(const Search& s) { return s.a.candidates == nullptr && s.rows >= 256; }
+
+// Whether a launch scores and chooses.
+bool are_few(const Search& s) { return s.a.published == nullptr && !are_together(s) && columns_of(s.a) <= kFewColumns; }
+
+template <int D, class W>
+cudaError_t run_few(const Search& s, void* stream) {
+    if (W::kBlocks > 8) {
+        const cudaError_t error = cudaFuncSetAttribute(search_few<D, W>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        if (error != cudaSuccess) return error;
+    }
+    const dim3 grid{unsigned(W::kBlocks), unsigned(s.rows)};
+    return launch(search_few<D, W>, grid, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, stream, s);
+}
+
+template <int D, class W>
 cudaError_t run_scores(const Search& s, int multiprocessors, void* stream) {
-    const int64_t groups = (s.rows + G - 1) / G, slots = int64_t(multiprocessors) * kScorePerSm<G>;
-    const int64_t most = s.stride / (kScoreWarps<G> * kRun) + 1;
+    const int64_t groups = (s.rows + W::kRows - 1) / W::kRows, slots = int64_t(multiprocessors) * W::kPerSm;
+    const int64_t most = s.stride / (W::kWarps * kRun) + 1;
     int64_t splits = groups * 4 <= slots ? slots / groups : (2 * slots + groups - 1) / groups;
     splits = splits < most ? splits : most;
-    return launch(score<D, G>, dim3{unsigned(splits), unsigned(groups)}, kScoreThreads<G>, 0, 1, stream, s);
+    return launch(score<D, W>, dim3{unsigned(splits), unsigned(groups)}, W::kThreads, sizeof(ScoreMemory<D, W>), 1, stream, s);
 }
 
 template <int D>
 cudaError_t run_rows(const Search& s, int multiprocessors, void* stream) {
-    if (s.a.candidates == nullptr && s.rows >= 256) return run_scores<D, kTogether>(s, multiprocessors, stream);
-    return run_scores<D, 1>(s, multiprocessors, stream);
+    if (are_few(s)) {  // all of a multiprocessor for a block, while there are as many
+        if (s.rows * 16 <= multiprocessors) return run_few<D, FewWay<16, 256, 2>>(s, stream);
+        if (s.rows * 8 <= multiprocessors) return run_few<D, FewWay<8, 256, 2>>(s, stream);
+        return run_few<D, FewWay<8, 128, 4>>(s, stream);
+    }
+    if (are_together(s)) return run_scores<D, Together>(s, multiprocessors, stream);
+    return run_scores<D, Alone>(s, multiprocessors, stream);
 }
 
 cudaError_t run_dims(const Search& s, int multiprocessors, void* stream) {
@@ -252,14 +278,14 @@ int mqa_logits_topk(const cedar_mqa_logits_topk_args& a, void* stream) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     const int64_t together = index::rows_together(a), stride = index::stride_of(a);
     uint32_t* const scores = reinterpret_cast<uint32_t*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES);
-    index::Search s{a, scores, scores + together * stride, stride, 0, 0, -1};
-    if ((a.per_page & (a.per_page - 1)) == 0)
-        for (s.page_shift = 0; int64_t(1) << s.page_shift < a.per_page;) ++s.page_shift;
+    index::Search s{a, scores, scores + together * stride, stride, 0, 0, index::shift_of(a.per_page), 0};
+    if (a.candidates != nullptr) s.block_shift = index::shift_of(a.block / kBlockRows);
     for (; s.first < a.rows && error == cudaSuccess; s.first += together) {
         s.rows = int(together < a.rows - s.first ? together : a.rows - s.first);
         const bool scored = a.candidates != nullptr || index::is_scored(a, a.max_visible);
-        if (scored) error = index::run_dims(s, multiprocessors, stream);
-        if (error == cudaSuccess) error = index::run_selection(s, scored, multiprocessors, stream);
+        const bool few = index::are_few(s);
+        if (scored || few) error = index::run_dims(s, multiprocessors, stream);
+        if (error == cudaSuccess && !few) error = index::run_selection(s, scored, multiprocessors, stream);
     }
     return finish(name, error);
 }

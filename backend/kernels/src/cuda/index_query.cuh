@@ -9,30 +9,22 @@
 
 namespace cedar::cuda::index {
 
-#ifndef CEDAR_INDEX_LISTED
-#define CEDAR_INDEX_LISTED 1024
-#endif
-#ifndef CEDAR_INDEX_THREADS
-#define CEDAR_INDEX_THREADS 128
-#endif
-#ifndef CEDAR_INDEX_PER_SM
-#define CEDAR_INDEX_PER_SM 4
-#endif
-
 constexpr int kRunBlocks = 4, kRun = kRunBlocks * kBlockRows;  // keys of a warp at a time
-constexpr int kTogether = 4;  // rows of a chunk, which share their keys
 constexpr int kMostHeads = 32;  // and the columns of the matrix instruction
 constexpr int kQueryShift = 32;  // queries are 2^32 too large and keys 2^32 too small, so that the keys' scales stay in range
-// Threads of a block, whole warp groups, and blocks of a multiprocessor, that score G rows together.
-template <int G>
-constexpr int kScoreThreads = G == 1 ? CEDAR_INDEX_THREADS : 128;
-template <int G>
-constexpr int kScoreWarps = kScoreThreads<G> / kWarp;
-template <int G>
-constexpr int kScorePerSm = G == 1 ? CEDAR_INDEX_PER_SM : 3;
+constexpr int kStages = 3;  // runs of a warp that are on their way or scored
 
-constexpr int kListed = CEDAR_INDEX_LISTED;  // key blocks that are looked up at a time
-static_assert(kListed % (kScoreWarps<1> * kRunBlocks) == 0);
+// How blocks score: rows together, threads (whole warp groups), blocks of a multiprocessor, key blocks that are looked up at a time,
+// and bytes that the memory of copies has at least.
+template <int Rows, int Threads, int PerSm, int Listed, int LeastRing>
+struct Way {
+    static constexpr int kRows = Rows, kThreads = Threads, kWarps = Threads / kWarp, kPerSm = PerSm, kListed = Listed;
+    static constexpr int kLeastRing = LeastRing, kShares = 0;  // blocks that share a row, where they are known
+    static constexpr int kStep = kWarps * kRunBlocks;  // key blocks of a block of threads at a time
+    static_assert(Threads % 128 == 0 && Listed % kStep == 0);
+};
+using Alone = Way<1, 128, 4, 768, 0>;
+using Together = Way<4, 128, 3, 768, 0>;  // rows of a chunk, which share their keys
 
 // Scores are kept as ordered_bits, 0 where there is no entry.
 struct Search {
@@ -43,6 +35,7 @@ struct Search {
     int64_t first;     // row
     int rows;
     int page_shift;    // log2 of per_page, or -1
+    int block_shift;   // that of the key blocks of a candidate; 0 where there are none
 };
 
 // Lets the next launch of the stream start, and waits for the end of the one before.
@@ -58,34 +51,55 @@ __device__ inline int64_t pool_row(const Search& s, int64_t base, int64_t entry)
     return __ldg(s.a.pages + base + page) * s.a.per_page + (entry - int64_t(page) * s.a.per_page);
 }
 
+__device__ inline void write_entry(const Search& s, int64_t row, int64_t base, int i, int64_t position) {
+    s.a.index[row * s.a.width + i] = position;
+    s.a.slots[row * s.a.width + i] = position < 0 ? 0 : pool_row(s, base, position);
+}
+
 __host__ __device__ inline bool is_scored(const cedar_mqa_logits_topk_args& a, int64_t visible) {
     return visible > a.top_k || (a.published != nullptr && visible > a.published_blocks * a.block);
+}
+
+// shift: log2 of `by`, or -1.
+__device__ inline uint32_t quotient(uint32_t x, uint32_t by, int shift) { return shift >= 0 ? x >> shift : x / by; }
+
+// Candidate blocks of so many entries.
+__device__ inline uint32_t candidates_of(const Search& s, uint32_t entries) {
+    const uint32_t blocks = (entries + kBlockRows - 1) / kBlockRows, each = uint32_t(s.a.block) / kBlockRows;
+    return quotient(blocks + each - 1, each, s.block_shift);
 }
 
 // Key blocks of 8 columns of a row, of which those with entries come first. Candidates are different blocks.
 __device__ inline int key_blocks(const Search& s, int64_t visible) {
     if (s.a.candidates == nullptr) return int((visible + kBlockRows - 1) / kBlockRows);
-    const int block = int(s.a.block);
-    return min(int(s.a.candidate_blocks), (int(visible) + block - 1) / block) * (block / kBlockRows);
+    return min(int(s.a.candidate_blocks), int(candidates_of(s, uint32_t(visible)))) * (int(s.a.block) / kBlockRows);
 }
 
 constexpr int kMatrixWords = kMostHeads * 32;  // of 64 dimensions of all heads: see matrix_of
 
-template <int D, int G>
+template <int D, class W>
 struct ScoreMemory {
     static constexpr int kMatrices = (D + 63) / 64;
-    alignas(1024) uint32_t query[G][kMatrices * kMatrixWords];
-    uint4 raw[kMostHeads * D / 8];          // a token's query as it is in memory
-    float weight[G][kMostHeads];            // halved
-    alignas(16) uint32_t places[kListed];   // the blocks' numbers in the pool
-    uint8_t live[kListed];                  // their entries that the row may choose; with candidates
+    static constexpr int kStage = kWarp * (kRunBlocks * D / 8 + 4);  // bytes of a run: see Keys
+    static constexpr int kWarpRing = kStages * kStage, kRing = W::kWarps * kWarpRing;
+    alignas(1024) uint32_t query[W::kRows][kMatrices * kMatrixWords];
+    alignas(16) uint8_t ring[kRing > W::kLeastRing ? kRing : W::kLeastRing];
+    float weight[W::kRows][kMostHeads];      // halved
+    alignas(16) uint32_t places[W::kListed]; // the blocks' numbers in the pool
+    uint32_t numbers[W::kListed];            // and in the row's sequence
+    uint8_t live[W::kListed];                // their entries that the row may choose; with candidates
+
+    __device__ uint8_t* warp_ring() { return ring + threadIdx.x / kWarp * kWarpRing; }
+    // A thread's part of a token's query as it is in memory, where keys come only later.
+    __device__ uint4* raw() { return reinterpret_cast<uint4*>(warp_ring() + (kStages - 1) * kStage) + threadIdx.x % kWarp; }
 };
 
 // A thread's part of a token's query: a word of codes of every kStep-th head. Queries and weights are bf16 or float32: which of them is
 // asked at run time for the sake of fewer kernels.
-template <int D, int G>
+template <int D, class W>
 struct QueryPart {
-    static constexpr int kChunks = D / 8, kStep = kScoreThreads<G> / kChunks, kItems = (kMostHeads + kStep - 1) / kStep;
+    static constexpr int kChunks = D / 8, kStep = W::kThreads / kChunks, kItems = (kMostHeads + kStep - 1) / kStep;
+    static_assert(kItems * kWarp * sizeof(uint4) <= ScoreMemory<D, W>::kStage);
     int chunk = int(threadIdx.x) % kChunks, head = int(threadIdx.x) / kChunks;
     uint4 bits[kItems];    // of bf16: as they are in memory
     float cos[4], sin[4];  // 1 and 0 where nothing is rotated
@@ -98,11 +112,12 @@ struct QueryPart {
     // Its loads, which are awaited only in keep and prepare.
     __device__ QueryPart(const Search& s, int64_t row) {
         const cedar_mqa_logits_topk_args& a = s.a;
+        const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const Bf16*>(a.query) + place(s, row, 0));
+        const int heads = a.type == CEDAR_BF16 ? int(a.heads) : 0;
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
             bits[i] = make_uint4(0, 0, 0, 0);
-            if (a.type == CEDAR_BF16 && head + i * kStep < a.heads)
-                bits[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const Bf16*>(a.query) + place(s, row, i)));
+            if (head + i * kStep < heads) bits[i] = __ldg(from + i * kStep * kChunks);
         }
         const int tail = chunk * 8 - (D - 2 * int(a.pairs));
 #pragma unroll
@@ -111,18 +126,17 @@ struct QueryPart {
             cos[p] = tail + 2 * p < 0 ? 1.0f : __ldg(a.cos + angle);
             sin[p] = tail + 2 * p < 0 ? 0.0f : __ldg(a.sin + angle);
         }
-        if (threadIdx.x < a.heads) {
+        if (int(threadIdx.x) < int(a.heads)) {
             const int64_t at = row * a.heads + threadIdx.x;
             weight = a.type == CEDAR_F32 ? static_cast<const uint32_t*>(a.weight)[at] : static_cast<const uint16_t*>(a.weight)[at];
         }
     }
 
     // Frees the registers of what has come, for this thread.
-    template <class Memory>
-    __device__ void keep(Memory& memory) const {
+    __device__ void keep(ScoreMemory<D, W>& memory) const {
 #pragma unroll
         for (int i = 0; i < kItems; ++i)
-            if (head + i * kStep < kMostHeads) memory.raw[i * kScoreThreads<G> + threadIdx.x] = bits[i];
+            if (head + i * kStep < kMostHeads) memory.raw()[i * kWarp] = bits[i];
     }
 };
 
@@ -141,38 +155,43 @@ __device__ inline void round_to_mxfp4(float (&x)[8]) {
 
 // Rotates, rounds and lays out items [first, last) of the query of a row, which is kept, as the block's `token`; zeros where there is
 // no head.
-template <int D, int G>
-__device__ void prepare(const Search& s, int64_t row, int token, int first, int last, const QueryPart<D, G>& part,
-                        ScoreMemory<D, G>& memory) {
-    using Part = QueryPart<D, G>;
+template <int D, class W>
+__device__ void prepare(const Search& s, int64_t row, int token, int first, int last, const QueryPart<D, W>& part,
+                        ScoreMemory<D, W>& memory) {
+    using Part = QueryPart<D, W>;
     const cedar_mqa_logits_topk_args& a = s.a;
     const bool exact = a.type == CEDAR_F32;
-    const int quad = part.chunk / (D / 32), word = part.chunk % (D / 32);
+    const uint32_t quad = uint32_t(part.chunk) / (D / 32), unit = uint32_t(part.chunk) % (D / 32) * 4;
 #pragma unroll 1
     for (int i = first; i < last; ++i) {
         const int head = part.head + i * Part::kStep;
         if (head >= kMostHeads) break;  // whole warps
-        const uint4 raw = memory.raw[i * kScoreThreads<G> + threadIdx.x];
+        const uint4 raw = memory.raw()[i * kWarp];
         const uint32_t bits[4] = {raw.x, raw.y, raw.z, raw.w};
         float x[8];
 #pragma unroll
         for (int p = 0; p < 8; ++p) x[p] = __uint_as_float(p % 2 ? bits[p / 2] & 0xffff0000u : bits[p / 2] << 16);
-        if (exact && head < a.heads) load_pack(static_cast<const float*>(a.query) + part.place(s, row, i), x);
+        if (__builtin_expect(exact && head < int(a.heads), false))
+            load_pack(static_cast<const float*>(a.query) + part.place(s, row, i), x);
 #pragma unroll
         for (int p = 0; p < 8; p += 2) {
             const float c = part.cos[p / 2], sine = part.sin[p / 2], even = x[p], odd = x[p + 1];
             x[p] = __fsub_rn(__fmul_rn(even, c), __fmul_rn(odd, sine));
             x[p + 1] = __fadd_rn(__fmul_rn(even, sine), __fmul_rn(odd, c));
-            if (!exact) x[p] = rounded<Bf16>(x[p]), x[p + 1] = rounded<Bf16>(x[p + 1]);
+            if (!exact) {
+                const __nv_bfloat162 both = __floats2bfloat162_rn(x[p], x[p + 1]);
+                const uint32_t pair = *reinterpret_cast<const uint32_t*>(&both);
+                x[p] = __uint_as_float(pair << 16), x[p + 1] = __uint_as_float(pair & 0xffff0000u);
+            }
         }
         if (a.quantise) round_to_mxfp4(x);
         // pair p of a word of codes is of the word's step p / 2, there the upper half of a row for odd p
-        uint32_t* const to = memory.query[token] + head * 32 + quad;
+        uint32_t* const to = memory.query[token] + unit / 8 * kMatrixWords + uint32_t(head) * 32 + quad;
+        const uint32_t place = unit % 8 ^ uint32_t(head) % 8;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
             const __nv_bfloat162 both = __floats2bfloat162_rn(x[p] * 0x1p32f, x[p + 4] * 0x1p32f);
-            const int unit = word * 4 + p;
-            to[unit / 8 * kMatrixWords + (unit % 8 ^ head % 8) * 4] = *reinterpret_cast<const uint32_t*>(&both);
+            to[(place ^ uint32_t(p)) * 4] = *reinterpret_cast<const uint32_t*>(&both);
         }
     }
     const float weight = __uint_as_float(exact ? part.weight : part.weight << 16);

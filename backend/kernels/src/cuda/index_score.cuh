@@ -19,21 +19,21 @@ struct Listed {
 
 // Where a thread's blocks of a list are, from its number `from` on: block 0, whose scores nobody uses, where there is none. It looks up
 // several at once, since each look-up waits for memory, with candidates twice.
-template <int G, int Batch>
+template <class W, int Batch>
 struct Lookup {
-    static constexpr int kBatch = Batch, kThreads = kScoreThreads<G>;
-    uint32_t page[kBatch], inside[kBatch], live[kBatch];
+    static constexpr int kBatch = Batch, kThreads = W::kThreads;
+    uint32_t block[kBatch], page[kBatch], inside[kBatch], live[kBatch];  // block: of the sequence
 
     __device__ Lookup(const Search& s, const Listed& list, int from) {
         const cedar_mqa_logits_topk_args& a = s.a;
-        const uint32_t per_block = a.candidates == nullptr ? 1 : uint32_t(a.block) / kBlockRows, per_page = uint32_t(a.per_page);
-        const uint32_t most = uint32_t(list.most), candidates = (most + uint32_t(a.block) - 1) / uint32_t(a.block);
-        uint32_t block[kBatch], number[kBatch];  // of the list, then of the sequence; its candidate, then its page
+        const uint32_t per_page = uint32_t(a.per_page), most = uint32_t(list.most);
+        const uint32_t per_block = uint32_t(a.block) / kBlockRows, candidates = candidates_of(s, most);
+        uint32_t number[kBatch];  // of the block's candidate, then of its page; the block is first the row's, then the sequence's
         uint64_t candidate[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             block[i] = uint32_t(list.first + min(from + i * kThreads, list.count - 1));
-            number[i] = per_block == 1 ? block[i] : block[i] / per_block;
+            number[i] = quotient(block[i], per_block, s.block_shift);
             if (a.candidates != nullptr) candidate[i] = uint64_t(__ldg(a.candidates + list.row * a.candidate_blocks + number[i]));
         }
 #pragma unroll
@@ -44,7 +44,7 @@ struct Lookup {
             }
             const uint32_t entry = block[i] * kBlockRows;
             live[i] = from + i * kThreads >= list.count || entry >= most ? 0 : min(most - entry, uint32_t(kBlockRows));
-            number[i] = s.page_shift >= 0 ? entry >> s.page_shift : entry / per_page;
+            number[i] = quotient(entry, per_page, s.page_shift);
             inside[i] = (entry - number[i] * per_page) / kBlockRows;
             page[i] = 0;
             if (live[i] > 0) page[i] = uint32_t(__ldg(a.pages + list.base + number[i]));
@@ -52,15 +52,15 @@ struct Lookup {
     }
 
     template <int D>
-    __device__ void store(const Search& s, const Listed& list, int from, ScoreMemory<D, G>& memory) const {
-        constexpr int kStep = kScoreWarps<G> * kRunBlocks;
-        const int padded = (list.count + kStep - 1) / kStep * kStep;
+    __device__ void store(const Search& s, const Listed& list, int from, ScoreMemory<D, W>& memory) const {
+        const int padded = (list.count + W::kStep - 1) / W::kStep * W::kStep;
         const uint32_t per_page = uint32_t(s.a.per_page) / kBlockRows;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int at = from + i * kThreads;
             if (at >= padded) break;
             memory.places[at] = live[i] == 0 ? 0u : page[i] * per_page + inside[i];
+            memory.numbers[at] = block[i];
             memory.live[at] = uint8_t(live[i]);
         }
     }
@@ -69,55 +69,62 @@ struct Lookup {
 constexpr int kFirstBatch = 2;
 
 // All of a list but what threads look up first.
-template <int D, int G>
-__device__ void look_up_rest(const Search& s, const Listed& list, ScoreMemory<D, G>& memory) {
-    using Rest = Lookup<G, 4>;
-    static_assert(kFirstBatch * kScoreThreads<G> % (kScoreWarps<G> * kRunBlocks) == 0, "a list that ends there has no more to pad");
+template <int D, class W>
+__device__ void look_up_rest(const Search& s, const Listed& list, ScoreMemory<D, W>& memory) {
+    using Rest = Lookup<W, 4>;
+    static_assert(kFirstBatch * W::kThreads % W::kStep == 0, "a list that ends there has no more to pad");
 #pragma unroll 1
-    for (int first = kFirstBatch * kScoreThreads<G>; first < list.count; first += Rest::kBatch * kScoreThreads<G>)
+    for (int first = kFirstBatch * W::kThreads; first < list.count; first += Rest::kBatch * W::kThreads)
         Rest(s, list, first + int(threadIdx.x)).store(s, list, first + int(threadIdx.x), memory);
 }
 
-// A lane's part of the keys of a run: of each block its key lane / 4, of that a quarter of the dimensions. Of the scales it has all of
-// that key of block lane % 4.
+// A lane's part of the keys of a run: of each block its key lane / 4, of that a quarter of the dimensions. A lane copies what it will
+// itself widen to the warp's ring in shared memory, and the scales of that key of block lane % 4, of which others read a byte.
 template <int D>
 struct Keys {
     static constexpr int kValues = D / 2, kScales = D / kMxGroup, kBytes = kBlockRows * (kValues + kScales), kWords = D / 32;
-    using Scales = std::conditional_t<kScales == 4, uint32_t, std::conditional_t<kScales == 2, uint16_t, uint8_t>>;
+    static constexpr int kPart = kValues / 4, kStage = kWarp * (kRunBlocks * kPart + 4);  // bytes
     const uint8_t *values, *scales;  // this lane's of the pool's first block
-    uint32_t words[kRunBlocks][kWords], scale, scale_bytes;
+    uint8_t *ring, *ring_scales;     // of the first stage, of its first block
 
-    __device__ Keys(const Search& s, int lane) {
-        values = static_cast<const uint8_t*>(s.a.keys) + lane / 4 * kValues + lane % 4 * (kValues / 4);
-        scales = static_cast<const uint8_t*>(s.a.keys) + kBlockRows * kValues + lane / 4 * kScales;
-        const uint32_t byte = uint32_t(lane % 4 * kScales / 4);
-        scale_bytes = 0x4040 | byte << 8 | byte;  // this lane's in both halves of a word, zeros above
+    // ring: of the warp.
+    __device__ Keys(const Search& s, uint8_t* ring, int lane) : ring(ring + lane * kPart) {
+        values = static_cast<const uint8_t*>(s.a.keys) + lane / 4 * kValues + lane % 4 * kPart;
+        scales = static_cast<const uint8_t*>(s.a.keys) + kBlockRows * kValues + lane / 4 * kScales / 4 * 4;
+        ring_scales = ring + kRunBlocks * kWarp * kPart + lane / 4 * 16 + lane / 4 * kScales % 4 + lane % 4 * kScales / 4;
         // sums of an argument and a lane's part, which the compiler would otherwise do at each load
-        asm("" : "+l"(values), "+l"(scales), "+r"(scale_bytes));
+        asm("" : "+l"(values), "+l"(scales));
     }
 
-    // Block m from the pool's block `number`.
-    __device__ void load(int m, uint32_t number) {
-        const uint8_t* const from = values + uint64_t(number) * kBytes;
-        if constexpr (kWords == 4) {
-            const uint4 v = load_once(from);
-            words[m][0] = v.x, words[m][1] = v.y, words[m][2] = v.z, words[m][3] = v.w;
-        } else {
+    // Starts the copies of the run of the pool's blocks `places`. stage: its place in the ring, a multiple of kStage.
+    __device__ void fetch(int stage, const uint32_t* places, int lane) const {
+        const uint4 four = *reinterpret_cast<const uint4*>(places);
+        const uint32_t numbers[kRunBlocks] = {four.x, four.y, four.z, four.w}, own = places[lane % 4];
+        uint8_t* const to = ring + stage;
 #pragma unroll
-            for (int j = 0; j < kWords; ++j) words[m][j] = __ldg(reinterpret_cast<const uint32_t*>(from) + j);
+        for (int m = 0; m < kRunBlocks; ++m) {
+            const uint8_t* const from = values + uint64_t(numbers[m]) * kBytes;
+            if constexpr (kPart == 16) {
+                copy_16(to + m * kWarp * kPart, from);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kPart; i += 4) copy_4(to + m * kWarp * kPart + i, from + i);
+            }
         }
+        copy_4(to + kRunBlocks * kWarp * kPart + lane * (4 - kPart), scales + uint64_t(own) * kBytes);
     }
 
-    __device__ uint32_t load_scale(uint32_t number) const {
-        return __ldg(reinterpret_cast<const Scales*>(scales + uint64_t(number) * kBytes));
+    __device__ void load(int stage, int m, uint32_t (&words)[kWords]) const {
+        const Pack<uint32_t, kWords> pack = *reinterpret_cast<const Pack<uint32_t, kWords>*>(ring + stage + m * kWarp * kPart);
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) words[j] = pack.v[j];
     }
 
-    // The scale of this lane's values of block m: 2^(byte - 127 - 32) times the 2^126 that the codes' bits as bf16 lack; NaN for 255. All
-    // lanes.
-    __device__ __nv_bfloat162 scale_of(int m, int lane) const {
-        const uint32_t bytes = __byte_perm(__shfl_sync(kAllLanes, scale, (lane & ~3) + m), 0, scale_bytes);
+    // The scale of this lane's values of block m: 2^(byte - 127 - 32) times the 2^126 that the codes' bits as bf16 lack; NaN for 255.
+    __device__ __nv_bfloat162 scale_of(int stage, int m) const {
+        const uint32_t byte = ring_scales[stage + m * 4];
         constexpr uint32_t kOffset = uint32_t(126 - kQueryShift) << 7;
-        const uint32_t both = bytes == 0x00ff00ffu ? 0x7fc07fc0u : bytes * 128 + (kOffset << 16 | kOffset);
+        const uint32_t both = byte == 255 ? 0x7fc07fc0u : byte * 0x00800080u + (kOffset << 16 | kOffset);
         return *reinterpret_cast<const __nv_bfloat162*>(&both);
     }
 };
@@ -175,154 +182,207 @@ __device__ inline float sum_heads(const float (&sums)[kRunBlocks], int lane) {
     return (odd ? two[1] : two[0]) + __shfl_xor_sync(kAllLanes, odd ? two[0] : two[1], 1);
 }
 
-// The scores of a run's keys, which are widened once, for `count` rows: store(t, score) gets those of row t. next(m) replaces block m
-// of the keys, which is done with. x + |x| is relu(x) twice, or a NaN.
-template <int D, int G, class Next, class Store>
-__device__ void score_run(const ScoreMemory<D, G>& memory, int count, const Keys<D>& keys, int lane, const Next& next,
+// Blocks b and b + 1 of a stage: of a lane its key of the former in the rows' upper half, that of the latter in the lower.
+template <int D>
+__device__ inline void widen_keys(const Keys<D>& keys, int stage, int b, uint32_t (&wide)[D / 16][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint32_t words[D / 32];
+        keys.load(stage, b + i, words);
+        const __nv_bfloat162 scale = keys.scale_of(stage, b + i);
+#pragma unroll
+        for (int j = 0; j < D / 32; ++j) {
+            uint32_t pairs[4];
+            widen_word(words[j], scale, pairs);
+#pragma unroll
+            for (int p = 0; p < 4; ++p) wide[2 * j + p / 2][p % 2 * 2 + i] = pairs[p];
+        }
+    }
+}
+
+// The weights of a lane's heads.
+struct Weights {
+    float2 of[kMostHeads / 8];
+    __device__ Weights(const float* weights, int lane) {
+#pragma unroll
+        for (int n = 0; n < kMostHeads / 8; ++n) of[n] = *reinterpret_cast<const float2*>(weights + 8 * n + lane % 4 * 2);
+    }
+};
+
+// This lane's part of the weighted sums of two keys over the heads. x + |x| is relu(x) twice, or a NaN.
+__device__ inline void weigh(const float (&c)[kMostHeads / 2], const Weights& weights, float& first, float& second) {
+    first = second = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kMostHeads / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float x = c[4 * n + i];
+            float& sum = i / 2 == 0 ? first : second;
+            sum = fmaf(i % 2 == 0 ? weights.of[n].x : weights.of[n].y, x + fabsf(x), sum);
+        }
+    }
+}
+
+// The scores of the keys of a stage, which are widened once, for `count` rows: store(t, score) gets those of row t. weights: of row 0.
+template <int D, class W, class Store>
+__device__ void score_run(const ScoreMemory<D, W>& memory, const Weights& weights, int count, const Keys<D>& keys, int stage, int lane,
                           const Store& store) {
-    float sums[G][kRunBlocks];
+    float sums[W::kRows][kRunBlocks];
 #pragma unroll
     for (int b = 0; b < kRunBlocks; b += 2) {
-        uint32_t wide[D / 16][4];  // of a lane: its key of block b in the rows' upper half, that of block b + 1 in the lower
+        uint32_t wide[D / 16][4];
+        widen_keys(keys, stage, b, wide);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const __nv_bfloat162 scale = keys.scale_of(b + i, lane);
-#pragma unroll
-            for (int j = 0; j < D / 32; ++j) {
-                uint32_t pairs[4];
-                widen_word(keys.words[b + i][j], scale, pairs);
-#pragma unroll
-                for (int p = 0; p < 4; ++p) wide[2 * j + p / 2][p % 2 * 2 + i] = pairs[p];
-            }
-        }
-        next(b), next(b + 1);
-#pragma unroll
-        for (int t = 0; t < G; ++t) {
+        for (int t = 0; t < W::kRows; ++t) {
             if (t >= count) break;
             float c[kMostHeads / 2] = {};
             multiply_keys<D>(c, wide, memory.query[t], lane);
-            sums[t][b] = sums[t][b + 1] = 0.0f;
-#pragma unroll
-            for (int n = 0; n < kMostHeads / 8; ++n) {
-                const float2 weight = *reinterpret_cast<const float2*>(memory.weight[t] + 8 * n + lane % 4 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float x = c[4 * n + i];
-                    sums[t][b + i / 2] = fmaf(i % 2 == 0 ? weight.x : weight.y, x + fabsf(x), sums[t][b + i / 2]);
-                }
-            }
+            weigh(c, t == 0 ? weights : Weights(memory.weight[t], lane), sums[t][b], sums[t][b + 1]);
         }
     }
 #pragma unroll
-    for (int t = 0; t < G; ++t) {
+    for (int t = 0; t < W::kRows; ++t) {
         if (t >= count) break;
         store(t, sum_heads(sums[t], lane));
     }
 }
 
-// The scores of a run of columns from `column` on, and the highest of each block.
-__device__ inline void store_scores(const Search& s, int64_t row, int column, int lane, bool is_entry, float score) {
-    const uint32_t bits = is_entry ? ordered_bits(score) : 0;
-    uint32_t* const to = s.scores + (row - s.first) * s.stride;
-    to[column + lane % 4 * kBlockRows + lane / 4] = bits;
-    uint32_t most = bits;
-#pragma unroll
-    for (int step = 4; step < kWarp; step *= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, step));
-    uint32_t* const maximum = s.maxima + (row - s.first) * (s.stride / kBlockRows);
-    if (lane < kRunBlocks) maximum[column / kBlockRows + lane] = most;
-}
+// Where a row's entries are, and how many: a kernel's first loads, on which all others wait.
+struct Sight {
+    int64_t base, visible;
+    __device__ Sight(const Search& s, int64_t row) : base(s.a.base[row]), visible(s.a.visible[row]) {}
+};
 
-// Rows [row, row + count) of one sequence. Warps take runs side by side, also where none is left, since they multiply together; the
-// next runs' keys are on their way while some are scored. All threads of the block.
-template <int D, int G>
-__device__ void score_rows(const Search& s, int64_t row, int count, ScoreMemory<D, G>& memory) {
+// A row's part that a block of threads scores: key blocks [begin, end) of those of the row.
+struct Share {
+    int begin, end;
+};
+
+// Rows [row, row + count) of one sequence, `sight` that of the first; the grid's blocks in x share a row. Warps take runs side by side,
+// also where none is left, since they multiply together; the next runs' keys are on their way while some are scored.
+// store(t, first, here, is_entry, score): a lane's score of row t, of its key lane / 4 of block here + lane % 4 of the list that begins
+// with block `first`. All threads of the block.
+template <int D, class W, class Store>
+__device__ Share score_rows(const Search& s, int64_t row, int count, const Sight& sight, ScoreMemory<D, W>& memory, const Store& store) {
     const cedar_mqa_logits_topk_args& a = s.a;
     const int lane = threadIdx.x % kWarp, self = int(threadIdx.x) / kWarp * kRunBlocks;
     if (a.candidates != nullptr && blockIdx.x == 0)  // which of them are whose is known only when `visible` is
-        for (int i = int(threadIdx.x) * 16; i < int(a.candidate_blocks); i += kScoreThreads<G> * 16)
+#pragma unroll 1
+        for (int i = int(threadIdx.x) * 16; i < int(a.candidate_blocks); i += W::kThreads * 16)
             prefetch(a.candidates + row * a.candidate_blocks + i);
-    const int64_t base = a.base[row], visible = a.visible[row];
-    const QueryPart<D, G> part(s, row);
-    int64_t most = a.candidates != nullptr || is_scored(a, visible) ? visible : 0;
+    const QueryPart<D, W> part(s, row);
+    int64_t most = a.candidates != nullptr || is_scored(a, sight.visible) ? sight.visible : 0;
     for (int t = 1; t < count; ++t) {
         const int64_t other = a.visible[row + t];
         if (is_scored(a, other)) most = max(most, other);
     }
     const int blocks = key_blocks(s, most), runs = (blocks + kRunBlocks - 1) / kRunBlocks;
-    const int begin = int(uint32_t(runs) * blockIdx.x / gridDim.x) * kRunBlocks;
-    const int end = min(int(uint32_t(runs) * (blockIdx.x + 1) / gridDim.x) * kRunBlocks, blocks);
-    if (begin >= end) return;
+    const uint32_t shares = W::kShares > 0 ? uint32_t(W::kShares) : gridDim.x;
+    const int begin = int(uint32_t(runs) * blockIdx.x / shares) * kRunBlocks;
+    const int end = min(int(uint32_t(runs) * (blockIdx.x + 1) / shares) * kRunBlocks, blocks);
+    if (begin >= end) return {0, 0};
     const int mine = lane % 4 * kBlockRows + lane / 4;  // where a lane's score lies in its run
     __syncthreads();  // nobody reads the last rows' memory
-    constexpr int kItems = QueryPart<D, G>::kItems, kEarly = kItems / 2;
-    Keys<D> keys(s, lane);
-    const auto load_first = [&] {
-        keys.scale = keys.load_scale(memory.places[self + lane % 4]);
-#pragma unroll
-        for (int m = 0; m < kRunBlocks; ++m) keys.load(m, memory.places[self + m]);
+    constexpr int kItems = QueryPart<D, W>::kItems, kEarly = kItems / 2;
+    const Keys<D> keys(s, memory.warp_ring(), lane);
+    // Starts the copies of the warp's run `i` of the `listed` blocks.
+    const auto fetch = [&](int i, int stage, int listed) {
+        if (i * W::kStep < listed) keys.fetch(stage, memory.places + i * W::kStep + self, lane);
+        close_copies();
     };
-    Listed list{row, base, most, begin, min(end - begin, kListed)};
+    const auto fetch_first = [&](int listed) {
+#pragma unroll 1
+        for (int i = 0; i < kStages - 1; ++i) fetch(i, i * Keys<D>::kStage, listed);
+    };
+    Listed list{row, sight.base, most, begin, min(end - begin, W::kListed)};
     part.keep(memory);
     {  // the query is prepared while look-ups and keys are on their way
-        const Lookup<G, kFirstBatch> lookup(s, list, int(threadIdx.x));
+        const Lookup<W, kFirstBatch> lookup(s, list, int(threadIdx.x));
         prepare(s, row, 0, 0, kEarly, part, memory);
         lookup.store(s, list, int(threadIdx.x), memory);
     }
     look_up_rest(s, list, memory);
     __syncthreads();
-    load_first();
+    fetch_first(list.count);
     prepare(s, row, 0, kEarly, kItems, part, memory);
-    if constexpr (G > 1) {
+    if constexpr (W::kRows > 1) {
         for (int t = 1; t < count; ++t) {
-            const QueryPart<D, G> other(s, row + t);
+            const QueryPart<D, W> other(s, row + t);
             other.keep(memory);
             prepare(s, row + t, t, 0, kItems, other, memory);
         }
     }
     publish_shared();
     __syncthreads();
-    for (int first = begin; first < end; first += kListed) {
-        const int listed = min(end - first, kListed);
+    const Weights weights(memory.weight[0], lane);
+    for (int first = begin; first < end; first += W::kListed) {
+        const int listed = min(end - first, W::kListed);
         if (first > begin) {
             __syncthreads();
             list.first = first, list.count = listed;
-            Lookup<G, kFirstBatch>(s, list, int(threadIdx.x)).store(s, list, int(threadIdx.x), memory);
+            Lookup<W, kFirstBatch>(s, list, int(threadIdx.x)).store(s, list, int(threadIdx.x), memory);
             look_up_rest(s, list, memory);
             __syncthreads();
-            load_first();
+            fetch_first(listed);
         }
-        for (int here = self; here - self < listed; here += kScoreWarps<G> * kRunBlocks) {
-            const int next = here + kScoreWarps<G> * kRunBlocks, column = (first + here) * kBlockRows;
-            const bool more = next - self < listed;
-            const uint32_t next_scale = more ? keys.load_scale(memory.places[next + lane % 4]) : 0;
-            score_run(
-                memory, count, keys, lane,
-                [&](int m) {
-                    if (more) keys.load(m, memory.places[next + m]);
-                },
-                [&](int t, float score) {
-                    if (here >= listed) return;
-                    const bool is_entry = G == 1 ? lane / 4 < memory.live[here + lane % 4] : column + mine < a.visible[row + t];
-                    store_scores(s, row + t, column, lane, is_entry, score);
-                });
-            keys.scale = next_scale;
+        constexpr int kLastStage = (kStages - 1) * Keys<D>::kStage;
+        int stage = 0, next_stage = kLastStage;
+        for (int i = 0; i * W::kStep < listed; ++i) {
+            const int here = i * W::kStep + self;
+            await_copies<kStages - 2>();
+            __syncwarp();  // the others' copies too, and nobody reads the stage of the run before
+            fetch(i + kStages - 1, next_stage, listed);
+            score_run(memory, weights, count, keys, stage, lane, [&](int t, float score) {
+                if (here >= listed) return;
+                const bool is_entry = W::kRows == 1 ? lane / 4 < memory.live[here + lane % 4]
+                                                    : (first + here) * kBlockRows + mine < a.visible[row + t];
+                store(t, first, here, is_entry, score);
+            });
+            next_stage = stage;
+            stage = stage == kLastStage ? 0 : stage + Keys<D>::kStage;
         }
     }
+    return {begin, end};
 }
 
-template <int D, int G>
-__global__ void __launch_bounds__(kScoreThreads<G>, kScorePerSm<G>) score(const Search s) {
-    __shared__ ScoreMemory<D, G> memory;
+// Puts scores into the workspace, and the highest of each block: see score_rows.
+struct StoredScores {
+    uint32_t *scores, *maxima;  // of the first row, this lane's of its first run
+    int64_t stride;
+
+    __device__ StoredScores(const Search& s, int64_t row) : stride(s.stride) {
+        const uint32_t lane = threadIdx.x % kWarp;
+        scores = s.scores + (row - s.first) * stride + (lane % 4 * kBlockRows + lane / 4);
+        maxima = s.maxima + (row - s.first) * (stride / kBlockRows) + lane;
+        // sums of an argument and a lane's part, which the compiler would otherwise do at each store
+        asm("" : "+l"(scores), "+l"(maxima));
+    }
+
+    __device__ void operator()(int t, int first, int here, bool is_entry, float score) const {
+        const uint32_t bits = is_entry ? ordered_bits(score) : 0, block = uint32_t(first + here);
+        (scores + t * stride)[block * kBlockRows] = bits;
+        uint32_t most = bits;
+#pragma unroll
+        for (int step = 4; step < kWarp; step *= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, step));
+        if (threadIdx.x % kWarp < kRunBlocks) (maxima + t * (stride / kBlockRows))[block] = most;
+    }
+};
+
+template <int D, class W>
+__global__ void __launch_bounds__(W::kThreads, W::kPerSm) score(const Search s) {
+    extern __shared__ __align__(1024) unsigned char score_memory[];
+    ScoreMemory<D, W>& memory = *reinterpret_cast<ScoreMemory<D, W>*>(score_memory);
+    int64_t row = s.first + int64_t(blockIdx.y) * W::kRows;
+    const Sight first(s, row);
     release_launch();
-    int64_t row = s.first + int64_t(blockIdx.y) * G;
-    if constexpr (G == 1) {
-        score_rows(s, row, 1, memory);
+    if constexpr (W::kRows == 1) {
+        score_rows(s, row, 1, first, memory, StoredScores(s, row));
     } else {
-        const int64_t stop = min(row + G, s.first + s.rows);
+        const int64_t stop = min(row + W::kRows, s.first + s.rows);
         while (row < stop) {
             int count = 1;
             while (row + count < stop && s.a.base[row + count] == s.a.base[row]) ++count;
-            score_rows(s, row, count, memory);
+            score_rows(s, row, count, Sight(s, row), memory, StoredScores(s, row));
             row += count;
         }
     }

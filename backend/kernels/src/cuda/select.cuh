@@ -8,6 +8,7 @@
 
 #include <cooperative_groups.h>
 
+#include "cluster.cuh"
 #include "common.cuh"
 
 namespace cedar::cuda {
@@ -56,11 +57,6 @@ struct SharedKeys {
     int offset;
     __device__ uint32_t operator()(int i) const { return reinterpret_cast<const uint32_t*>(&selection())[offset + i]; }
 };
-
-// Until all threads of the cluster are here, with no promise about what they wrote: cheaper than sync after writes to memory.
-__device__ inline void await_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
 
 // Until all threads of the cluster are here, and see what the others wrote.
 __device__ inline void sync_cluster(const Cluster& cluster) {
