@@ -61,12 +61,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention
 
 template <int D>
 cudaError_t run(const cedar_mega_attention_args& a, void* stream) {
-    const int64_t units = a.rows * ((a.heads + kHeads - 1) / kHeads);
+    const int64_t groups = (a.heads + kHeads - 1) / kHeads, units = a.rows * groups;
     constexpr size_t kShared = sizeof(Memory<D>);
     if constexpr (D == kFewDim) {
         const Tiles tiles(a);
         if (units <= kFewUnits && tiles.window <= kFewParts && tiles.all <= kFewParts * kFewTiles)
-            return launch(attend_few, dim3(unsigned(units * kFewBlocks)), kThreads, sizeof(FewMemory), kFewBlocks, stream, a);
+            return launch(attend_few, dim3(unsigned(a.rows * kFewBlocks), unsigned(groups)), kThreads, sizeof(FewMemory), kFewBlocks,
+                          stream, a);
     }
     if (a.rows <= kClusterRows)
         return launch(attend<D, kParts>, dim3(unsigned(units * kParts)), kThreads, kShared, kParts, stream, a, int(units));

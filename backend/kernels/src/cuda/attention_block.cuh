@@ -70,6 +70,7 @@ struct Memory {
     alignas(1024) uint8_t keys[kStages][kTileBytes];  // at the end, the sums of the cluster's blocks
     float4 exchange[kReaders][8][kGroupThreads];      // at the end, references and the sums of probabilities
     float2 turns[4 + D / 2];                          // the row's cosines and sines from the fifth on: units of 4 pairs may begin earlier
+    float sinks[kHeads];                              // raw
     uint64_t full[kStages], empty[kStages];
     uint8_t valid[kStages][kWriterWarps];             // a bit per key
     uint32_t state[kStages];                          // kTile, kLast
@@ -86,6 +87,7 @@ struct Unit {
         row = unit / groups;
         first_head = unit % groups * kHeads;
     }
+    __device__ Unit(int64_t row, int first_head) : row(row), first_head(first_head) {}
     int64_t row;
     int first_head;
 };
@@ -106,5 +108,20 @@ __device__ inline int64_t index_at(const cedar_mega_attention_args& a, const Til
     const int64_t column = int64_t(entry ? tile - tiles.window : tile) * kTileRows + key, width = entry ? a.entry_width : a.window_width;
     return column < width ? __ldg((entry ? a.entry_index : a.window_index) + row * width + column) : 0;
 }
+
+// The record of a column of a row's tile in two steps: the number is asked for without a branch, at whose end it would be waited for.
+struct Index {
+    __device__ Index(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
+        const bool entry = tile >= tiles.window;
+        const int64_t column = int64_t(entry ? tile - tiles.window : tile) * kTileRows + key, width = entry ? a.entry_width : a.window_width;
+        there = column < width;
+        const int64_t* p = (entry ? a.entry_index : a.window_index) + row * width + (there ? column : 0);
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(low) : "l"(p));
+    }
+    __device__ uint32_t get() const { return there ? low : 0; }
+
+    uint32_t low;
+    bool there;
+};
 
 }  // namespace cedar::cuda::attention

@@ -179,8 +179,8 @@ __device__ inline void mix_values(float (&sums)[kColumnsFew][4], int count, cons
     settle(sums);
 }
 
-// Both parts' sums of this block's 64 dimensions to outputs.
-__device__ inline void finish_parts(const cedar_mega_attention_args& a, const Unit& at, const float (&sinks)[2],
+// Both parts' sums of this block's 64 dimensions to outputs. raw_sinks: as they were loaded.
+__device__ inline void finish_parts(const cedar_mega_attention_args& a, const Unit& at, const float (&raw_sinks)[2],
                                     const float (&sums)[kColumnsFew][4], int part, int slice, int thread, const FewMemory& memory) {
     float reference[kFewParts][2], sum[kFewParts][2], weights[kFewParts][2];
 #pragma unroll
@@ -188,6 +188,7 @@ __device__ inline void finish_parts(const cedar_mega_attention_args& a, const Un
         const float4 note = memory.notes[i][thread / 4];
         reference[i][0] = note.x, reference[i][1] = note.y, sum[i][0] = note.z, sum[i][1] = note.w;
     }
+    const float sinks[2] = {raw_sinks[0] * kSinkUnit, raw_sinks[1] * kSinkUnit};
     weigh_parts<kFewParts>(sinks, reference, sum, weights);
     const Outputs<kFewDim> outputs(a, at, (slice * kReaders + part) * kChunkDims, thread, memory);
 #pragma unroll
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
     const int rank = int(blockIdx.x) % kFewBlocks, part = rank / kSlices, slice = rank % kSlices;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const bool multiplies = threadIdx.x < kReaderThreads;
-    const Unit at(a, int(blockIdx.x) / kFewBlocks);
+    const Unit at(int(blockIdx.x) / kFewBlocks, int(blockIdx.y) * kHeads);
     const Tiles tiles(a);
 
     // what depends on nothing
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
     if (turns) turn = make_float2(__ldg(a.cos + at.row * a.pairs + threadIdx.x), __ldg(a.sin + at.row * a.pairs + threadIdx.x));
     float sinks[2] = {};
     if (warp / 4 == part)
-        for (int half = 0; half < 2; ++half) sinks[half] = sink_of(a, at, threadIdx.x % kGroupThreads, half);
+        for (int half = 0; half < 2; ++half) sinks[half] = raw_sink(a, at, threadIdx.x % kGroupThreads, half);
     if (multiplies) Query<kFewDim>(memory).fetch(a, at);
     if (threadIdx.x == kThreads - 1) {
         for (uint64_t& barrier : memory.landed) start_barrier(&barrier);
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
     Pieces values[kValueKeys];
     keys.load(a, mine, slice * 16 + warp, lane, memory);
     if (multiplies)
-        Query<kFewDim>(memory).finish(a, at.row);
+        Query<kFewDim>(memory).finish(a, [&](int pair) { return memory.turns[4 + pair]; });
     else
 #pragma unroll
         for (int half = 0; half < kValueKeys; ++half)

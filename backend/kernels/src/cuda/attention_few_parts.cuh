@@ -113,17 +113,20 @@ struct Pieces {
     uint32_t present;
 
     __device__ void load(const cedar_mega_attention_args& a, const PartTiles& tiles, int key, int piece, const FewMemory& memory) {
+        // all numbers of records first: the trips to shared memory are one after another otherwise
+        uint32_t index[kFewTiles];
+#pragma unroll
+        for (int t = 0; t < kFewTiles; ++t) index[t] = memory.index[tiles.tile[t]][key];
         present = 0;
 #pragma unroll
         for (int t = 0; t < kFewTiles; ++t) {
             if (t >= tiles.count) break;
-            const uint32_t index = memory.index[tiles.tile[t]][key];
-            present |= uint32_t(index != 0) << t;
+            present |= uint32_t(index[t] != 0) << t;
             if (t == 0 && tiles.window) {
-                first = Window::load(static_cast<const uint8_t*>(a.window), index, piece);
+                first = Window::load(static_cast<const uint8_t*>(a.window), index[t], piece);
                 continue;
             }
-            const Entry::Raw raw = Entry::load(static_cast<const uint8_t*>(a.entries), index, piece);
+            const Entry::Raw raw = Entry::load(static_cast<const uint8_t*>(a.entries), index[t], piece);
             if (t == 0)
                 first.words[0] = raw.words[0], first.words[1] = raw.words[1], first.scale = raw.scale;
             else

@@ -47,15 +47,13 @@ struct Query {
         close_copies();
     }
 
-    // What this thread fetched.
-    __device__ void finish(const cedar_mega_attention_args& a, int64_t row) const {
+    // What this thread fetched. turn_of: the cosine and sine of a pair of the row.
+    template <class TurnOf>
+    __device__ void finish(const cedar_mega_attention_args& a, const TurnOf& turn_of) const {
         const int left = unit * 8 - (D - 2 * int(a.pairs));  // from the first rotary dimension to the unit
         float2 turns[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int64_t pair = row * a.pairs + left / 2 + i;
-            turns[i] = left > -8 && left + 2 * i >= 0 ? make_float2(__ldg(a.cos + pair), __ldg(a.sin + pair)) : make_float2(0, 0);
-        }
+        for (int i = 0; i < 4; ++i) turns[i] = left > -8 && left + 2 * i >= 0 ? turn_of(left / 2 + i) : make_float2(0, 0);
         constexpr int kAtOnce = kEach < 4 ? kEach : 4;
         await_copies<0>();
 #pragma unroll 1
@@ -91,14 +89,17 @@ struct Query {
     uint32_t tile;
 };
 
-// The row's cosines and sines, for its outputs. The readers, who have them when they meet next.
+// The row's cosines and sines and its heads' sinks, for its outputs. The readers, who have them when they meet next.
 template <int D>
-__device__ void stage_turns(const cedar_mega_attention_args& a, int64_t row, Memory<D>& memory) {
+__device__ void stage_row(const cedar_mega_attention_args& a, const Unit& at, Memory<D>& memory) {
     const int thread = thread_now();
     float2 mine = {};
-    if (thread < a.pairs) mine = make_float2(__ldg(a.cos + row * a.pairs + thread), __ldg(a.sin + row * a.pairs + thread));
+    float sink = 0.0f;
+    if (thread < a.pairs) mine = make_float2(__ldg(a.cos + at.row * a.pairs + thread), __ldg(a.sin + at.row * a.pairs + thread));
+    if (thread < min(kHeads, int(a.heads) - at.first_head)) sink = __ldg(a.sink + at.first_head + thread);
     meet<kReaderThreads>(kReaderBarrier);  // nobody finishes the previous row any more
     if (thread < a.pairs) memory.turns[4 + thread] = mine;
+    if (thread < kHeads) memory.sinks[thread] = sink;
 }
 
 }  // namespace cedar::cuda::attention

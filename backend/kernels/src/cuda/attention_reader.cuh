@@ -138,10 +138,11 @@ struct Outputs {
     int left, heads, quad;
 };
 
-// The sink of head g + 8 half of a warp, in units of the exponent.
-__device__ inline float sink_of(const cedar_mega_attention_args& a, const Unit& at, int thread, int half) {
+// The sink of head g + 8 half of a warp, and what makes it one in units of the exponent.
+constexpr float kSinkUnit = 1.44269504f;
+__device__ inline float raw_sink(const cedar_mega_attention_args& a, const Unit& at, int thread, int half) {
     const int head = at.first_head + thread / kWarp * 16 + thread % kWarp / 4 + half * 8;
-    return head < a.heads ? a.sink[head] * 1.44269504f : 0.0f;
+    return head < a.heads ? a.sink[head] : 0.0f;
 }
 
 // What the sums of `Parts` blocks of heads g and g + 8 of a warp are multiplied by: one for all references, over the sum with the sink.
@@ -164,10 +165,11 @@ __device__ void weigh_parts(const float (&sinks)[2], const float (&reference)[Pa
     }
 }
 
-template <int Parts>
-__device__ void weigh_parts(const cedar_mega_attention_args& a, const Unit& at, int thread, const float (&reference)[Parts][2],
-                            const float (&sum)[Parts][2], float (&weights)[Parts][2]) {
-    const float sinks[2] = {sink_of(a, at, thread, 0), sink_of(a, at, thread, 1)};
+template <int Parts, int D>
+__device__ void weigh_parts(const Memory<D>& memory, int thread, const float (&reference)[Parts][2], const float (&sum)[Parts][2],
+                            float (&weights)[Parts][2]) {
+    const float* first = memory.sinks + thread / kWarp * 16 + thread % kWarp / 4;
+    const float sinks[2] = {first[0] * kSinkUnit, first[8] * kSinkUnit};
     weigh_parts<Parts>(sinks, reference, sum, weights);
 }
 
@@ -177,7 +179,7 @@ __device__ void finish_alone(const cedar_mega_attention_args& a, const Unit& at,
                              const float (&sums)[D / 16][4], const Memory<D>& memory) {
     const float reference[1][2] = {{softmax.reference[0], softmax.reference[1]}}, sum[1][2] = {{softmax.sum[0], softmax.sum[1]}};
     float weights[1][2];
-    weigh_parts<1>(a, at, thread, reference, sum, weights);
+    weigh_parts<1>(memory, thread, reference, sum, weights);
     const Outputs<D> outputs(a, at, group * (D / 2), thread, memory);
 #pragma unroll
     for (int j = 0; j < D / 16; j += 4) {
@@ -216,7 +218,7 @@ __device__ void finish_together(const cedar_mega_attention_args& a, const Unit& 
         const float4 note = notes[part * kGroupThreads + thread];
         reference[part][0] = note.x, reference[part][1] = note.y, sum[part][0] = note.z, sum[part][1] = note.w;
     }
-    weigh_parts<Parts>(a, at, thread, reference, sum, weights);
+    weigh_parts<Parts>(memory, thread, reference, sum, weights);
     const Outputs<D> outputs(a, at, int(rank) * kSlice * 8, thread, memory);
 #pragma unroll 1
     for (int j = group * 4; j < kSlice; j += 4 * kReaders) {
@@ -255,8 +257,9 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
     int n = 0;  // tiles of the block so far
     Query<D>(memory).fetch(a, Unit(a, first));
     for (int unit = first; unit < units; unit += step, ++n) {
-        stage_turns<D>(a, Unit(a, unit).row, memory);
-        Query<D>(memory).finish(a, Unit(a, unit).row);
+        stage_row<D>(a, Unit(a, unit), memory);
+        const int64_t pairs = Unit(a, unit).row * a.pairs;  // before the row's
+        Query<D>(memory).finish(a, [&](int pair) { return make_float2(__ldg(a.cos + pairs + pair), __ldg(a.sin + pairs + pair)); });
         meet<kReaderThreads>(kReaderBarrier);
         float scores[8][4], sums[kColumns][4];
 #pragma unroll

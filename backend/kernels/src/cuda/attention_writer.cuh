@@ -154,46 +154,50 @@ __device__ inline void await_stage(int n, Memory<D>& memory) {
     if (n >= kStages) await(&memory.empty[n % kStages], uint32_t(n / kStages - 1) & 1);
 }
 
-// Writes the row's tiles of this record, `tile` being the first that is not written. n: tiles of the block so far.
+// Of the row's tiles, the one that is written next, and the record of the lane's key in it.
+struct Ahead {
+    int tile;
+    uint32_t index;
+};
+
+// The record of the lane's key in a tile of the row.
+__device__ inline Index index_kept(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile) {
+    return Index(a, tiles, row, tile, threadIdx.x / kWarp % kWriterWarps * kWarpKeys + threadIdx.x % kWarpKeys);
+}
+
+// Writes the row's tiles of this record. n: tiles of the block so far.
 template <int D, int64_t Record, int Parts>
-__device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int& tile, TileList<Parts>& list, int& n,
-                            Memory<D>& memory) {
+__device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, Ahead& ahead, TileList<Parts>& list,
+                            int& n, Memory<D>& memory) {
     using Form = Decoder<D, Record>;
-    // a lane holds as many steps as it has registers for; those of the next tile are on their way while this one is waited for
     constexpr int kHeld = Form::kSteps < (Form::kFp8 ? 4 : 8) ? Form::kSteps : Form::kFp8 ? 4 : 8, kBatches = Form::kSteps / kHeld;
     const auto* pool = static_cast<const uint8_t*>(Record == CEDAR_RECORD_FP8 ? a.window : a.entries);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps, part = lane % Form::kLanes;
     const int end = Form::kFp8 ? tiles.window : tiles.all;
     uint32_t place = Form::place(warp, lane);
-    // the record of a key of the warp, which this lane keeps
-    const auto index_of = [&](int some) {
-        return some >= 0 && some < end ? uint32_t(index_at(a, tiles, row, some, warp * kWarpKeys + lane % kWarpKeys)) : 0;
-    };
-    typename Form::Raw raw[kHeld];
-    const auto load = [&](int step, uint32_t index) {
-        const int key = step * Form::kKeys + lane / Form::kLanes;
-        raw[step % kHeld] = Form::load(pool, __shfl_sync(kAllLanes, index, key), part);
-    };
-    const auto load_first = [&](uint32_t index) {
+    for (; ahead.tile >= 0 && ahead.tile < end; ++n) {
+        const int following = list.take();
+        // A lane holds as many steps as it has registers for; they and the next tile's index are on their way while the stage is
+        // waited for. Here alone, not before the loop as well: where two ways meet, all that is on its way is waited for.
+        typename Form::Raw raw[kHeld];
+        const auto load = [&](int step) {
+            const int key = step * Form::kKeys + lane / Form::kLanes;
+            raw[step % kHeld] = Form::load(pool, __shfl_sync(kAllLanes, ahead.index, key), part);
+        };
 #pragma unroll
-        for (int step = 0; step < kHeld; ++step) load(step, index);
-    };
-    if (tile < 0 || tile >= end) return;
-    uint32_t index = index_of(tile);
-    load_first(index);
-    for (; tile >= 0 && tile < end; ++n) {
-        const int stage = n % kStages, following = list.take();
-        const uint32_t next = index_of(following);
+        for (int step = 0; step < kHeld; ++step) load(step);
+        const int stage = n % kStages;
+        const Index next = index_kept(a, tiles, row, following < 0 ? ahead.tile : following);
         await_stage(n, memory);
         const uint32_t to = shared_address(memory.keys[stage]);
         // the addresses of all steps, kept across tiles, would cost more registers than there are
         asm volatile("" : "+r"(place));
-        const unsigned valid = __ballot_sync(kAllLanes, index != 0) & ((1u << kWarpKeys) - 1);
+        const unsigned valid = __ballot_sync(kAllLanes, ahead.index != 0) & ((1u << kWarpKeys) - 1);
 #pragma unroll
         for (int step = 0; step < Form::kSteps; ++step) {
             const bool present = valid >> (step * Form::kKeys + lane / Form::kLanes) & 1;
             Form::store(raw[step % kHeld], present, to, place, step, part);
-            if (step / kHeld + 1 < kBatches) load(step + kHeld, index);
+            if (step / kHeld + 1 < kBatches) load(step + kHeld);
         }
         publish_tiles();
         if (lane == 0) {
@@ -202,9 +206,7 @@ __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& til
         }
         __syncwarp();
         if (lane == 0) arrive(&memory.full[stage]);
-        load_first(next);
-        index = next;
-        tile = following;
+        ahead = {following, next.get()};
     }
 }
 
@@ -234,8 +236,9 @@ __device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, in
             if (threadIdx.x % kWarp == 0) arrive(&memory.full[n % kStages]);
             ++n;
         }
-        write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, tile, list, n, memory);
-        write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, tile, list, n, memory);
+        Ahead ahead{tile, tile < 0 ? 0 : index_kept(a, tiles, row, tile).get()};
+        write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, ahead, list, n, memory);
+        write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, ahead, list, n, memory);
     }
 }
 
