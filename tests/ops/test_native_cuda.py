@@ -136,7 +136,7 @@ def test_equal_scores_select_late_experts_or_counters_are_left() -> None:
         assert ids.tolist() == [[0, 1, 2, 3]] * 70
 
 
-@pytest.mark.parametrize("rows", [12, 24, 48, 100, 200, 300, 500, 640])
+@pytest.mark.parametrize("rows", [12, 24, 48, 100, 200, 300, 400, 500, 640])
 def test_a_choice_depends_on_its_batch(rows: int) -> None:
     g = seeded(4)
     x, weight, bias = (

@@ -1,28 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // compress_store, in one launch. wk is on its way from the first instruction on, to the warps that multiply by it. Of few groups, a
-// cluster of four blocks has one or two: each block makes their latents and multiplies them by a quarter of wk's rows, block 0 stores
-// the index keys, block 3 the KV entries. Of many, one block has all of wk and takes up to eight at a time.
+// cluster of eight blocks has one, or of four blocks one or two: each block makes their latents and multiplies them by its share of wk's
+// rows, the first stores the index keys, the last the KV entries. Of many, one block has all of wk and takes up to eight at a time.
 #include <algorithm>
 
 #include "bodies.h"
 #include "mhc_cluster.cuh"
 #include "records.cuh"
 
-#ifndef CEDAR_COMPRESS_CLUSTERS
-#define CEDAR_COMPRESS_CLUSTERS 32
-#endif
-#ifndef CEDAR_COMPRESS_CLUSTERED
-#define CEDAR_COMPRESS_CLUSTERED 64
-#endif
-#ifndef CEDAR_COMPRESS_BLOCKS
-#define CEDAR_COMPRESS_BLOCKS 64
-#endif
-
 namespace cedar::cuda {
 namespace {
 
-constexpr int kMostTokens = 8;                                              // columns of one multiplication
-constexpr int kMostClustered = CEDAR_COMPRESS_CLUSTERED, kMostBlocks = 132;  // groups with clusters; blocks without
+constexpr int kMostTokens = 8;                         // columns of one multiplication
+constexpr int kMostOfEight = 12, kMostClustered = 64;  // groups with clusters of eight blocks, with any
+constexpr int kClusters = 32;                          // of four blocks, that fewer groups have one each of
+constexpr int kBlocksAlone = 64, kMostBlocks = 132;
+static_assert(kMostClustered >= kClusters, "");
 
 __device__ inline int cluster_rank() {
     uint32_t rank;
@@ -105,24 +98,54 @@ struct Tile<S, float> {
     }
 };
 
-// Group g's pooled values, this lane's E of S::kDim, before the norm.
+// This lane's E of S::kDim values that a group is pooled from. What they depend on is loaded first, and nothing is awaited before pool.
 template <class S>
-__device__ void pool(const cedar_compress_store_args& a, int64_t group, int lane, float (&x)[S::E]) {
-    constexpr int kDim = S::kDim, E = S::E;
-    const int64_t row = a.group_rows == nullptr ? group : a.group_rows[group];
-    if (a.ratio == 1) return load_pack(static_cast<const typename S::T*>(a.projected) + row * kDim + lane * E, x);
-    const float* rows = static_cast<const float*>(a.projected);
-    const int64_t other = a.first[group];
-    const float* first = (other < a.opens ? a.open + a.open_from[other] * 2 * kDim : rows + (other - a.opens) * 2 * kDim) + lane * E;
-    const float* second = rows + row * 2 * kDim + lane * E;
-    float value[2][E], gate[2][E];
-    load_pack(first, value[0]);
-    load_pack(second, value[1]);
-    load_pack(first + kDim, gate[0]);
-    load_pack(second + kDim, gate[1]);
+struct Pooling {
+    static constexpr int E = S::E, kDim = S::kDim;
+    using T = typename S::T;
+    int64_t row, other;
+    Pack<T, E> only;                  // ratio 1
+    Pack<float, E> value[2], gate[2];  // ratio 2
+
+    __device__ void find(const cedar_compress_store_args& a, int64_t group) {
+        row = a.group_rows == nullptr ? group : a.group_rows[group];
+        other = a.ratio == 1 ? 0 : a.first[group];
+    }
+
+    __device__ void load(const cedar_compress_store_args& a, int lane) {
+        if (a.ratio == 1) {
+            only = *reinterpret_cast<const Pack<T, E>*>(static_cast<const T*>(a.projected) + row * kDim + lane * E);
+            return;
+        }
+        const float* rows = static_cast<const float*>(a.projected);
+        const float* first = other < a.opens ? a.open + a.open_from[other] * 2 * kDim : rows + (other - a.opens) * 2 * kDim;
+        const auto at = [&](const float* x) { return *reinterpret_cast<const Pack<float, E>*>(x + lane * E); };
+        value[0] = at(first), value[1] = at(rows + row * 2 * kDim);
+        gate[0] = at(first + kDim), gate[1] = at(rows + row * 2 * kDim + kDim);
+    }
+
+    // Before the norm.
+    __device__ void pool(const cedar_compress_store_args& a, float (&x)[E]) const {
+        if (a.ratio == 1) {
 #pragma unroll
-    for (int i = 0; i < E; ++i)
-        x[i] = rounded<typename S::T>(fmaf(sigmoid(gate[1][i] - gate[0][i]), value[1][i] - value[0][i], value[0][i]));
+            for (int i = 0; i < E; ++i) x[i] = to_float(only.v[i]);
+        } else {  // the division's approximation has no branch between the elements
+#pragma unroll
+            for (int i = 0; i < E; ++i) {
+                const float share = __fdividef(1.0f, 1.0f + expf(gate[0].v[i] - gate[1].v[i]));
+                x[i] = rounded<T>(fmaf(share, value[1].v[i] - value[0].v[i], value[0].v[i]));
+            }
+        }
+    }
+};
+
+// The step's rows come to L2, by all threads of the grid's first `blocks` blocks.
+template <class S>
+__device__ void prefetch_rows(const cedar_compress_store_args& a, int blocks) {
+    constexpr int kLine = 128;
+    const int64_t lines = a.rows * 2 * S::kDim * int64_t(sizeof(float)) / kLine;
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < lines; i += int64_t(blocks) * blockDim.x)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(a.projected) + i * kLine));
 }
 
 __device__ void keep_open(const cedar_compress_store_args& a, int64_t entry, int thread, int threads) {
@@ -152,7 +175,7 @@ __device__ void replace_open(const cedar_compress_store_args& a, int64_t slot, i
 // Clusters [0, `clusters`) take turns at the groups, `each` at a time. The blocks of the clusters behind them keep open rows. A row
 // that a group reads first and another token of its sequence then replaces is replaced by the group's cluster.
 template <class S>
-__global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const cedar_compress_store_args a, int clusters, int each) {
+__global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const __grid_constant__ cedar_compress_store_args a, int clusters, int each) {
     using T = typename S::T;
     constexpr int E = S::E, I = S::I, kBlocks = S::kBlocks, kLast = kBlocks - 1;
     extern __shared__ __align__(16) unsigned char tiles[];
@@ -168,30 +191,39 @@ __global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const cedar_comp
         if (entry < a.leaves_open && a.open_to[entry] >= 0 && !is_read(a, a.open_to[entry])) keep_open(a, entry, threadIdx.x, blockDim.x);
         return;
     }
-    const int tile = (rank * S::kWarps + warp) / S::kParts, part = warp % S::kParts;
+    const int product = rank * S::kWarps + warp, tile = product / S::kParts, part = product % S::kParts;
     const int token = warp / S::kTokenWarps, piece = threadIdx.x % S::kLanes;  // whose values this thread has, and which
-    if constexpr (kBlocks > 1) {
-        if (threadIdx.x == 0) start_barrier(&arrived), publish_barriers();
-        arrive_at_cluster();
-    }
-    if (const int i = threadIdx.x * 4; i < S::kDim) copy_16(norms + i, a.norm_weight + i);
-    if (const int i = threadIdx.x * 4; i < S::kIndexDim) copy_16(key_norms + i, a.index_norm_weight + i);
-    close_copies();
     Tile<S, T> wk;
-    wk.load(a.wk, tile, part, lane, tiles + warp * S::kTileBytes);
-    close_copies();
     int turn = 0;
     for (int64_t start = int64_t(cluster) * each; start < a.groups; start += int64_t(clusters) * each, turn ^= 1) {
         const int count = int(a.groups - start < each ? a.groups - start : each);
         const bool has_token = token < count, has_key = rank == 0 && warp < count;
         const int64_t group = has_token ? start + token : start, key_group = has_key ? start + warp : start;
+        const bool is_first = start == int64_t(cluster) * each, is_known = a.ratio == 1 && a.group_rows == nullptr;
+        Pooling<S> pooling;
+        pooling.find(a, group);
+        if (is_known) pooling.load(a, piece);
         const int64_t slot = a.slots[group], key_slot = a.slots[key_group];
+        if (is_first) {
+            if (kBlocks > 1 && a.ratio == 2) prefetch_rows<S>(a, clusters * kBlocks);
+            if (const int i = threadIdx.x * 4; i < S::kDim) copy_16(norms + i, a.norm_weight + i);
+            if (const int i = threadIdx.x * 4; i < S::kIndexDim) copy_16(key_norms + i, a.index_norm_weight + i);
+            close_copies();
+            wk.load(a.wk, tile, part, lane, tiles + warp * S::kTileBytes);
+            close_copies();
+            if constexpr (kBlocks > 1) {
+                if (threadIdx.x == 0) start_barrier(&arrived), publish_barriers();
+                __syncwarp();
+                arrive_at_cluster();
+            }
+        }
+        if (!is_known) pooling.load(a, piece);
         Rotation<E, S::kLanes> rotation = {};
         Rotation<I> key_rotation = {};
         if (kBlocks > 1 && rank == kLast) rotation.load(a.cos + group * a.pairs, a.sin + group * a.pairs, int(a.pairs), piece);
         if (kBlocks > 1 && has_key) key_rotation.load(a.cos + key_group * a.pairs, a.sin + key_group * a.pairs, int(a.pairs), lane);
-        float x[E] = {};
-        if (has_token) pool<S>(a, group, piece, x);
+        float x[E];
+        pooling.pool(a, x);
         const float some = sum_squares(x);
         if (has_token && lane == 0) squares[token][warp % S::kTokenWarps] = some;
         await_copies<1>();
@@ -247,8 +279,6 @@ __global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const cedar_comp
     }
 }
 
-static_assert(CEDAR_COMPRESS_CLUSTERED >= CEDAR_COMPRESS_CLUSTERS, "");
-
 template <class S>
 cudaError_t run(const cedar_compress_store_args& a, int target, int most, void* stream) {
     const int64_t each = std::clamp<int64_t>((a.groups + target - 1) / target, 1, S::kTokens);
@@ -260,8 +290,9 @@ cudaError_t run(const cedar_compress_store_args& a, int target, int most, void* 
 
 template <class T, int E, int kTokenWarps, int I>
 cudaError_t run(const cedar_compress_store_args& a, void* stream) {
-    if (a.groups > kMostClustered) return run<Shape<T, E, kTokenWarps, I, 1>>(a, CEDAR_COMPRESS_BLOCKS, kMostBlocks, stream);
-    return run<Shape<T, E, kTokenWarps, I, 4>>(a, CEDAR_COMPRESS_CLUSTERS, kMostClustered, stream);
+    if (a.groups > kMostClustered) return run<Shape<T, E, kTokenWarps, I, 1>>(a, kBlocksAlone, kMostBlocks, stream);
+    if (a.groups <= kMostOfEight) return run<Shape<T, E, kTokenWarps, I, 8>>(a, kMostClustered, kMostClustered, stream);
+    return run<Shape<T, E, kTokenWarps, I, 4>>(a, kClusters, kMostClustered, stream);
 }
 
 template <class T>
