@@ -15,9 +15,9 @@ from cedar.ops.provider import FusedOp
 
 _CHUNK_TOKENS = 1024
 """Of which the GPU reads the rows while the CPU gathers the next ones."""
-FEWEST_PACKED, FEWEST_THREADS = 256, 8
+FEWEST_PACKED, FEWEST_THREADS = 1024, 8
 """Tokens, and threads of the CPU, from which its gathering the rows of a pinned table takes less than the GPU's reading each
-where it lies (H200, 4,096 tokens: 1.0 ms by 16 threads, 2.6 ms by the GPU; four threads only pack as fast as the GPU reads)."""
+where it lies (`perf/results/kernels_h200_engram.json`, by 16 threads)."""
 
 
 def row_width(dim: int) -> int:
