@@ -108,6 +108,7 @@ template <class T> void mapa_shared_cluster_u32(uint32_t& there, uint32_t addres
     there = (uint32_t(rank) + 1) * kClusterWindow + address % kClusterWindow;
 }
 inline void prefetch_global_L2(const void*) {}
+inline void prefetch_tensormap(const void*) {}
 template <class T> void cp_async_bulk_prefetch_L2_global(T address, uint32_t bytes) {
     if (uint64_t(address) % 16 != 0 || bytes % 16 != 0) failed("a prefetch is not of whole units of 16 bytes");
 }

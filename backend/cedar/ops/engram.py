@@ -70,8 +70,8 @@ def _(rows: Tensor, table: Tensor, table_scale: Tensor | None, dtype: torch.dtyp
         pinned = table.is_pinned() and (table_scale is None or table_scale.is_pinned())
         if table.is_cuda or (not pinned and torch.cuda.is_current_stream_capturing()):
             raise NativeUnsupported(f"engram_gather: rows for {home} from a table on {table.device} that is not pinned")
-        many = len(rows) >= FEWEST_PACKED and torch.get_num_threads() >= FEWEST_THREADS
-        if not pinned or (many and not rows.is_cuda):
+        many = len(rows) >= FEWEST_PACKED and torch.get_num_threads() >= FEWEST_THREADS and not rows.is_cuda
+        if not pinned or (many and not torch.cuda.is_current_stream_capturing()):
             return staging(home).gather(rows, table, table_scale, dtype)
     out = torch.empty(*rows.shape, _dim(table, table_scale), dtype=dtype, device=home)
     torch.ops.cedar.engram_gather.default(rows.to(home), table, table_scale, out)
@@ -98,12 +98,14 @@ class Staging:
         with self._lock:
             packed = self._grow(tokens, columns, row_width(dim))
             chunks = (x.split(_CHUNK_TOKENS) for x in (rows, packed, out))  # type: ignore[no-untyped-call]
-            for part, run, target in zip(*chunks, strict=True):
-                pack_rows(part, table, table_scale, run)
-                numbers = self._numbers[: part.numel()].view(part.shape)
-                torch.ops.cedar.engram_gather.default(numbers, run.flatten(0, 1), None, target)
-            if self._read is not None:
-                self._read.record(torch.cuda.current_stream(self._device))
+            try:
+                for part, run, target in zip(*chunks, strict=True):
+                    pack_rows(part, table, table_scale, run)
+                    numbers = self._numbers[: part.numel()].view(part.shape)
+                    torch.ops.cedar.engram_gather.default(numbers, run.flatten(0, 1), None, target)
+            finally:
+                if self._read is not None:
+                    self._read.record(torch.cuda.current_stream(self._device))
         return out.flatten(1)
 
     def _grow(self, tokens: int, columns: int, width: int) -> Tensor:
@@ -131,6 +133,15 @@ def pack_rows(rows: Tensor, table: Tensor, table_scale: Tensor | None, out: Tens
     memory. out: uint8 [..., at least d + d/32], dense, a row for each.
     """
     dim = _dim(table, table_scale)
+    parts = [table, out] if table_scale is None else [table, out, table_scale]
+    if rows.dtype != torch.int64 or any(x.dtype != torch.uint8 for x in parts):
+        raise TypeError("pack_rows: rows are int64; table, table_scale and out uint8")
+    if any(x.device.type != "cpu" or not x.is_contiguous() for x in (rows, *parts)):
+        raise ValueError("pack_rows: all tensors are dense and in host memory")
+    if out.numel() != rows.numel() * out.shape[-1] or (table_scale is not None and table_scale.shape != (len(table), dim // 32)):
+        raise ValueError(
+            f"pack_rows: {tuple(out.shape)} for {rows.numel()} rows, scales {parts[-1].shape} of a table {table.shape}"
+        )
     scales = None if table_scale is None else table_scale.data_ptr()
     source = (table.data_ptr(), *table.shape, scales, dim)
     status = load().pack_rows(rows.data_ptr(), rows.numel(), *source, out.data_ptr(), out.shape[-1], torch.get_num_threads())

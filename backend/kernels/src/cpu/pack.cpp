@@ -68,7 +68,7 @@ int cedar_pack_rows(const int64_t* ids, int64_t count, const uint8_t* table, int
     using namespace cedar;
     if (count <= 0) return CEDAR_OK;
     const int64_t least = dim + dim / 32;
-    if (!ids || !table || !out || dim <= 0 || dim % 32 != 0 || width < least || table_width < (table_scale ? dim : least))
+    if (!ids || !table || !out || dim <= 0 || dim % 32 != 0 || table_rows < 0 || width < least || table_width < (table_scale ? dim : least))
         return fail(CEDAR_INVALID, "pack_rows: rows of %lld bytes, %s scales, to %lld bytes; dim is %lld", (long long)table_width,
                     table_scale ? "without" : "with", (long long)width, (long long)dim);
     const Packing packing{ids, count, table, table_scale, table_rows, table_width, dim, out, width};

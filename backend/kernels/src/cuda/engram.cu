@@ -7,7 +7,6 @@
 #include "bodies.h"
 #include "common.cuh"
 
-
 namespace cedar::cuda {
 namespace {
 

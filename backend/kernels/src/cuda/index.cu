@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_rows(const Search s, in
     else
         select_blocks(s, cluster, s.first + place, maxima);
     await_launch();  // of rows without scores too: what comes after this launch comes after that of the scores
+    __syncwarp();
     arrive_at_cluster();
     await_cluster();  // no block ends while others read its shared memory
 }

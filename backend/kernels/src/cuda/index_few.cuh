@@ -219,6 +219,7 @@ __global__ void __launch_bounds__(W::kThreads, W::kPerSm) search_few(const Searc
         memory.keys[(here + lane % 4) * kBlockRows + lane / 4] = bits;
         highest = max(highest, bits);
     });
+    __syncwarp();
     await_cluster();  // all have started
     if (a.candidates == nullptr && sight.visible <= wanted) {
         for (int i = self; i < width; i += all) write_entry(s, row, sight.base, i, i < sight.visible ? i : -1);

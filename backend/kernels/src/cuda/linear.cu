@@ -3,8 +3,8 @@
 // with E4M3 on Hopper). More on Hopper, in builds with CEDAR_WIDE_WGMMA, by its own (linear_group.cuh) or, where that costs less, with
 // tiles of more tokens that add in the same order (wide.cuh); very many, and all those of wo_a with E4M3, in such tiles with an order of
 // their own, k being whole; elsewhere, and what the copy engine cannot read, by the portable one (linear_split.cuh). Rounding the rows
-// first and normalising their products are launches of their own. Every launch may begin before the one before it has ended: until
-// that is awaited it reads weights alone, and writes nothing.
+// first and normalising their products are launches of their own. Launches of a linear may begin before the one before them has ended:
+// until that is awaited they read weights alone, and write nothing.
 #include "bodies.h"
 #include "linear_few.cuh"
 #include "linear_group.cuh"

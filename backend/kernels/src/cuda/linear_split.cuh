@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(W* kWarp, SplitRing<RT, NT, W, Weight>::kResid
                 for (int step = 0; step < Ring::kStages - 1 && step < steps; ++step)
                     asm volatile("prefetch.global.L2 [%0];" ::"l"(codes[r][half] + step * Ring::kSteps * Rows::kCodeStep));
     await_launch();
-    release_launch();  // to a normalisation
+    release_launch();
 
     const Bf16* x = p.x + blockIdx.y * p.in_dim + first_token * p.x_stride + int64_t(first) * Weight::kBlock;
     const auto fetch = [&](int step) {

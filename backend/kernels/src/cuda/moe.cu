@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_fp4: pairs of token and expert are grouped by expert, and each expert's weights are multiplied with its tokens as they come
 // from memory. Launches: plan; first product with swiglu and routing weight; second product; sum over a token's experts. Streamed
-// (moe_stream.cuh), each begins while the one before ends, and the shared expert is part of both products. Of very many rows they
+// (moe_stream.cuh), both products begin while the launch before ends, and the shared expert is part of them. Of very many rows they
 // are wide (moe_wide.cuh) or, where there is no such instruction, tiled (moe_tiles.cu), and the shared expert has its own.
 //
 // Rows of weights are the rows of the matrix instruction and tokens its columns. A warp has 16 rows over the whole of k, in

@@ -84,8 +84,8 @@ struct SharedExpert {
 template <bool kFirst>
 cudaError_t multiply_tiles(const ExpertProduct& p, const Groups& groups, int64_t most_blocks, void* stream);
 
-// The same by Hopper's matrix instruction. x and the first product's results lie as moe_wide.cuh
-// says; group_for_wide brings tokens there.
+// The same by Hopper's matrix instruction. x and the first product's results lie as moe_wide.cuh says; group_for_wide brings tokens
+// there.
 template <bool kFirst>
 cudaError_t multiply_wide(const ExpertProduct& p, const Groups& groups, int64_t experts, void* stream);
 cudaError_t group_for_wide(const Bf16* x, Bf16* out, const Groups& groups, int64_t most_blocks, int top_k, int64_t hidden, void* stream);
