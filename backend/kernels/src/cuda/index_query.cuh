@@ -38,10 +38,6 @@ struct Search {
     int block_shift;   // that of the key blocks of a candidate; 0 where there are none
 };
 
-// Lets the next launch of the stream start, and waits for the end of the one before.
-__device__ inline void release_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ inline void await_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Asks for a line of memory to come to L2.
 __device__ inline void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

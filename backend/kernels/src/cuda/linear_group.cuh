@@ -277,18 +277,10 @@ inline int64_t group_cost(const Product& p, int64_t groups, int parts) {
     return group_split(p, groups, parts, tokens.each, tokens.count, kMostGroups).cost * 21 / 5;
 }
 
-template <class Weight>
-const void* rows_of(const Weight& weight) {
-    if constexpr (Weight::kSteps == 4)
-        return weight.codes;
-    else
-        return weight.values;
-}
-
 // Do the dimensions suit the copy engine?
 template <class Weight>
 bool fits_groups(const Product& p, const Weight& weight) {
-    const uintptr_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(rows_of(weight));
+    const uintptr_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(values_of(weight));
     return p.in_dim % kGroupDepth == 0 && p.in_dim <= 1 << 16 && p.x_stride % 8 == 0 && addresses % 16 == 0;
 }
 
@@ -306,7 +298,7 @@ cudaError_t run_groups(const Product& p, const Weight& weight, int64_t groups, c
     const cuuint64_t sizes[] = {cuuint64_t(p.in_dim), cuuint64_t(groups * p.out_dim)}, stride[] = {cuuint64_t(p.in_dim) * (Stage::kFp8 ? 1 : 2)};
     const cuuint32_t box[] = {Stage::kFp8 ? 128 : 64, cuuint32_t(wide * 64)};
     if (!describe(x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, p.x, x_sizes, x_strides, x_box, CU_TENSOR_MAP_SWIZZLE_128B) ||
-        !describe(weight_map, Stage::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows_of(weight), sizes, stride, box,
+        !describe(weight_map, Stage::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, values_of(weight), sizes, stride, box,
                   CU_TENSOR_MAP_SWIZZLE_128B))
         return cudaErrorNotSupported;
     const dim3 grid(unsigned(token_blocks * split.parts), unsigned(groups), unsigned((p.out_dim + wide * 64 - 1) / (wide * 64)));

@@ -44,6 +44,15 @@ __device__ inline void prefetch_tokens(const Product& p) {
     if (p.early && at < p.tokens * p.x_stride) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.x + at));
 }
 
+// Where a weight's codes or values are.
+template <class Weight>
+const void* values_of(const Weight& weight) {
+    if constexpr (Weight::kSteps == 4)
+        return weight.codes;
+    else
+        return weight.values;
+}
+
 // parts: blocks that share k; tiles: of 16 outputs, of a block.
 struct Split {
     int parts, tiles;

@@ -199,11 +199,9 @@ cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, 
         constexpr auto kernel = stream_experts<NC, kFirst, std::decay_t<decltype(rows)>>;
         const dim3 grid(unsigned(count * kStreamBlocks<NC>));
         const size_t bytes = size_t(kRingStages<NC>) * kRingStageBytes<NC>;
-        if (kFirst && a.rows == 1)  // nothing of this operation runs before it
-            return launch(kernel, grid, kStreamThreads, bytes, 1, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows, units,
-                          int(a.top_k));
-        return launch_early(kernel, grid, kStreamThreads, bytes, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows, units,
-                            int(a.top_k));
+        const bool early = !kFirst || a.rows > 1;  // or nothing of this operation runs before it
+        return launch_cluster(kernel, grid, kStreamThreads, bytes, 1, early, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows,
+                              units, int(a.top_k));
     });
 }
 
@@ -283,8 +281,8 @@ int moe_fp4(const cedar_moe_fp4_args& a, void* stream) {
     const int64_t vectors = a.rows * a.hidden / 8;
     const dim3 grid(blocks_for(vectors));
     Bf16* const out = static_cast<Bf16*>(a.out);
-    return finish("moe_fp4", launch_early(sum_experts, grid, kRowThreads, 0, stream, w.parts, a.ids, int(a.experts), int(a.top_k), w.shared, out,
-                                          a.hidden, vectors));
+    return finish("moe_fp4", launch_cluster(sum_experts, grid, kRowThreads, 0, 1, true, stream, w.parts, a.ids, int(a.experts), int(a.top_k),
+                                            w.shared, out, a.hidden, vectors));
 }
 
 }  // namespace cedar::cuda

@@ -3,7 +3,7 @@
 // before them has ended. On every architecture from sm_90 on.
 #pragma once
 
-#include "common.cuh"
+#include "ptx.cuh"
 
 namespace cedar::cuda {
 
@@ -57,37 +57,6 @@ __device__ inline void copy_bulk(void* shared, const void* global, uint32_t byte
                      shared_address(shared)),
                  "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
                  : "memory");
-}
-
-// ---- launches that overlap ----
-
-// The launch before has ended, and what it wrote is seen from here on; so has everything before it.
-__device__ inline void await_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next launch may begin once all blocks have come here.
-__device__ inline void release_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-#ifndef CEDAR_EARLY_LAUNCHES
-#define CEDAR_EARLY_LAUNCHES 1
-#endif
-
-// A launch whose blocks may begin when those of the one before have released it: they must await it.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, void* stream, Arguments... arguments) {
-    if (shared > 32 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-        if (error != cudaSuccess) return error;
-    }
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = CEDAR_EARLY_LAUNCHES;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = shared;
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
 }  // namespace cedar::cuda

@@ -261,14 +261,6 @@ __global__ void __launch_bounds__((G + 1) * 128, 1)
     leave_together();  // nobody ends while the other block's arrivals at its barriers are on their way
 }
 
-template <class Weight>
-const void* values_of(const Weight& weight) {
-    if constexpr (Weight::kSteps == 4)
-        return weight.codes;
-    else
-        return weight.values;
-}
-
 // Tokens and warp groups of a block.
 struct WideTile {
     int tokens, groups;
