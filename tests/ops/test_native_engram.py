@@ -66,6 +66,26 @@ def test_rows_that_cannot_have_their_scales_are_read(width: int, condition: str)
         pack_rows(ids, torch.zeros(5, 264, dtype=torch.uint8), None, torch.empty(1, 256, dtype=torch.uint8))
 
 
+def test_packing_reads_what_is_no_table() -> None:
+    native_library()
+    ids, table, scale = (
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(5, 64, dtype=torch.uint8),
+        torch.zeros(5, 2, dtype=torch.uint8),
+    )
+    out = torch.zeros(3, 72, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="rows are int64"):
+        pack_rows(ids.int(), table, scale, out)
+    with pytest.raises(TypeError, match="table_scale and out uint8"):
+        pack_rows(ids, table, scale.float(), out)
+    with pytest.raises(ValueError, match="dense"):
+        pack_rows(ids, table.t().contiguous().t(), scale, out)
+    with pytest.raises(ValueError, match=r"scales .*4, 2"):
+        pack_rows(ids, table, scale[:4], out)
+    with pytest.raises(ValueError, match=r"2, 72.* for 3 rows"):
+        pack_rows(ids, table, scale, out[:2])
+
+
 def test_every_code_and_scale_is_decoded_otherwise() -> None:
     table = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8).contiguous()
