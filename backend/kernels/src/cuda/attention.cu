@@ -67,16 +67,16 @@ cudaError_t run(const cedar_mega_attention_args& a, void* stream) {
         const Tiles tiles(a);
         if (units <= kFewUnits && tiles.window <= kFewParts && tiles.all <= kFewParts * kFewTiles)
             return launch(attend_few, dim3(unsigned(a.rows * kFewBlocks), unsigned(groups)), kThreads, sizeof(FewMemory), kFewBlocks,
-                          stream, a);
+                          false, stream, a);
     }
     if (a.rows <= kClusterRows)
-        return launch(attend<D, kParts>, dim3(unsigned(units * kParts)), kThreads, kShared, kParts, stream, a, int(units));
+        return launch(attend<D, kParts>, dim3(unsigned(units * kParts)), kThreads, kShared, kParts, false, stream, a, int(units));
     int device = 0, processors = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
     const dim3 grid{unsigned(std::min<int64_t>(units, processors))};
-    return launch(attend<D, 1>, grid, kThreads, kShared, 1, stream, a, int(units));
+    return launch(attend<D, 1>, grid, kThreads, kShared, 1, false, stream, a, int(units));
 }
 
 }  // namespace attention

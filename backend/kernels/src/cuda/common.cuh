@@ -107,24 +107,34 @@ inline int finish(const char* op, cudaError_t error) {
     return fail(CEDAR_FAILED, "%s: %s", op, cudaGetErrorString(error));
 }
 
-// Launch with a cluster of `cluster` blocks in x and this much dynamic shared memory.
+// Launch with a cluster of `cluster` blocks in x; early: blocks may begin before the launch before has ended, and must await it.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster, void* stream, Arguments... arguments) {
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster, bool early, void* stream,
+                   Arguments... arguments) {
     if (shared > 32 * 1024) {  // 48 KiB, static shared memory included, need no leave
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
         if (error != cudaSuccess) return error;
     }
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = unsigned(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2];
+    unsigned count = 0;
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count].val.clusterDim.x = unsigned(cluster);
+        attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+        ++count;
+    }
+    if (early) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count].val.programmaticStreamSerializationAllowed = 1;
+        ++count;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(unsigned(threads));
     config.dynamicSmemBytes = shared;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &attribute;
-    config.numAttrs = cluster > 1 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 

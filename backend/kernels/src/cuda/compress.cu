@@ -285,7 +285,7 @@ cudaError_t run(const cedar_compress_store_args& a, int target, int most, void* 
     const int clusters = int(std::min<int64_t>((a.groups + each - 1) / each, most));
     const int64_t keepers = (a.leaves_open + S::kBlocks - 1) / S::kBlocks;
     if (clusters + keepers == 0) return cudaSuccess;
-    return launch(compress<S>, dim3(unsigned((clusters + keepers) * S::kBlocks)), S::kWarps * kWarp, S::kSharedBytes, S::kBlocks, stream, a, clusters, int(each));
+    return launch(compress<S>, dim3(unsigned((clusters + keepers) * S::kBlocks)), S::kWarps * kWarp, S::kSharedBytes, S::kBlocks, false, stream, a, clusters, int(each));
 }
 
 template <class T, int E, int kTokenWarps, int I>

@@ -155,7 +155,7 @@ int run_gather(const cedar_engram_gather_args& a, void* stream) {
     const bool apart = a.table_scale != nullptr;
     const Table table{a.table, apart ? a.table_scale : a.table + a.dim, a.width, apart ? a.dim / 32 : a.width, a.table_rows};
     const dim3 grid(unsigned(blocks), unsigned((a.dim + kWarpValues - 1) / kWarpValues));
-    return finish("engram_gather", launch(gather<kRows, T>, grid, kGatherThreads, 0, 1, stream, a.ids, table, static_cast<T*>(a.out),
+    return finish("engram_gather", launch(gather<kRows, T>, grid, kGatherThreads, 0, 1, false, stream, a.ids, table, static_cast<T*>(a.out),
                                           int(a.dim), int(rows)));
 }
 
@@ -168,7 +168,7 @@ int run_gather(const cedar_engram_gather_args& a, void* stream) {
 template <class T, int kThreads>
 int run_gate(const cedar_engram_gate_args& a, int64_t threads, void* stream) {
     const int64_t most = std::max<int64_t>(1, kGateThreadsAtATime / threads / a.hc);  // rows at a time
-    return finish("engram_gate", launch(gate<T, kThreads>, dim3(unsigned(std::min(a.rows, most) * a.hc)), int(threads), 0, 1, stream,
+    return finish("engram_gate", launch(gate<T, kThreads>, dim3(unsigned(std::min(a.rows, most) * a.hc)), int(threads), 0, 1, false, stream,
                                         static_cast<const T*>(a.streams), static_cast<const T*>(a.keys_value), a.qk_weight,
                                         static_cast<T*>(a.new_streams), a.rows, int(a.hc), int(a.hidden), float(a.norm_eps)));
 }

@@ -201,7 +201,7 @@ int run(const Gate& all, void* stream) {
         a.weights += first * a.top_k;
         gate.scores += first * gate.score_stride;
         const dim3 grid(width, unsigned((a.rows + T::kTokens - 1) / T::kTokens));
-        error = launch(kernel, grid, T::kThreads, size_t(shared), all.blocks, stream, gate);
+        error = launch(kernel, grid, T::kThreads, size_t(shared), all.blocks, false, stream, gate);
     }
     return finish("mega_gate", error);
 }

@@ -221,7 +221,7 @@ cudaError_t run_group(const Gate& gate, void* stream) {
         if (error != cudaSuccess) return error;
     }
     const dim3 grid(unsigned((a.experts + T::kExperts - 1) / T::kExperts * kBlocks), unsigned((a.rows + kTokens - 1) / kTokens));
-    return launch(kernel, grid, T::kThreads, size_t(T::kShared), kBlocks, stream, gate, weight_map, x_map);
+    return launch(kernel, grid, T::kThreads, size_t(T::kShared), kBlocks, false, stream, gate, weight_map, x_map);
 }
 
 }  // namespace cedar::cuda

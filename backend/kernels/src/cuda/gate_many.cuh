@@ -137,7 +137,7 @@ cudaError_t run_many(const cedar_mega_gate_args& a, void* stream) {
     if (!describe_shared(weight_map, a.weight, a.experts, a.hidden, kManyExperts / 2) || !describe_shared(x_map, a.x, a.rows, a.hidden, kTokens / 2))
         return cudaErrorNotSupported;
     const dim3 grid(unsigned((a.rows + 2 * kTokens - 1) / (2 * kTokens) * kManyBlocks));
-    return launch(route_many<kTokens>, grid, kManyThreads, size_t(ManyTile<kTokens>::kShared), kManyBlocks, stream, a, weight_map, x_map);
+    return launch(route_many<kTokens>, grid, kManyThreads, size_t(ManyTile<kTokens>::kShared), kManyBlocks, false, stream, a, weight_map, x_map);
 }
 
 }  // namespace cedar::cuda

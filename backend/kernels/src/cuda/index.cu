@@ -188,7 +188,7 @@ cudaError_t run_few(const Search& s, void* stream) {
         if (error != cudaSuccess) return error;
     }
     const dim3 grid{unsigned(W::kBlocks), unsigned(s.rows)};
-    return launch(search_few<D, W>, grid, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, stream, s);
+    return launch(search_few<D, W>, grid, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, false, stream, s);
 }
 
 template <int D, class W>
@@ -197,7 +197,7 @@ cudaError_t run_scores(const Search& s, int multiprocessors, void* stream) {
     const int64_t most = s.stride / (W::kWarps * kRun) + 1;
     int64_t splits = groups * 4 <= slots ? slots / groups : (2 * slots + groups - 1) / groups;
     splits = splits < most ? splits : most;
-    return launch(score<D, W>, dim3{unsigned(splits), unsigned(groups)}, W::kThreads, sizeof(ScoreMemory<D, W>), 1, stream, s);
+    return launch(score<D, W>, dim3{unsigned(splits), unsigned(groups)}, W::kThreads, sizeof(ScoreMemory<D, W>), 1, false, stream, s);
 }
 
 template <int D>

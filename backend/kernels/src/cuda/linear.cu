@@ -142,7 +142,7 @@ int mxfp8_linear(const cedar_mxfp8_linear_args& a, void* stream) {
         Bf16* rounded = reinterpret_cast<Bf16*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES);
         const int64_t vectors = a.rows * a.in_dim / 8;
         const dim3 grid(unsigned((vectors + kRowThreads - 1) / kRowThreads));
-        const cudaError_t error = launch_cluster(round_rows, grid, kRowThreads, 0, 1, true, stream, x, rounded, vectors);
+        const cudaError_t error = launch(round_rows, grid, kRowThreads, 0, 1, true, stream, x, rounded, vectors);
         if (error != cudaSuccess) return finish("mxfp8_linear", error);
         x = rounded;
     }
@@ -152,7 +152,7 @@ int mxfp8_linear(const cedar_mxfp8_linear_args& a, void* stream) {
     if (status != CEDAR_OK || a.norm_weight == nullptr) return status;
     const auto run = [&](auto* y) {
         using T = std::remove_pointer_t<decltype(y)>;
-        return launch_cluster(norm_rows<T>, dim3(unsigned(a.rows)), kRowThreads, 0, 1, true, stream, y, a.norm_weight, a.out_dim, float(a.norm_eps));
+        return launch(norm_rows<T>, dim3(unsigned(a.rows)), kRowThreads, 0, 1, true, stream, y, a.norm_weight, a.out_dim, float(a.norm_eps));
     };
     return finish("mxfp8_linear", wide ? run(static_cast<float*>(a.y)) : run(static_cast<Bf16*>(a.y)));
 }

@@ -165,7 +165,7 @@ cudaError_t run_few(const Product& p, const Weight& weight, int64_t groups, int 
     while (warps > parts && blocks(warps) * groups < kSms) warps /= 2;  // where there is little, all are to have some
     const size_t ring = size_t(warps) * kFewStages * RT * 2048, sums = size_t(warps) * (RT * 16 + 4) * NT * 8 * sizeof(float);
     const dim3 grid(unsigned(blocks(warps)), unsigned(groups));
-    return launch_cluster(few_product<RT, NT, Weight>, grid, warps * kWarp, std::max(ring, sums), 1, p.early, stream, p, weight, parts,
+    return launch(few_product<RT, NT, Weight>, grid, warps * kWarp, std::max(ring, sums), 1, p.early, stream, p, weight, parts,
                           stores_fours(p));
 }
 

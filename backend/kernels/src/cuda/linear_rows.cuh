@@ -134,7 +134,7 @@ inline cudaError_t run_rows(const Product& p, const Fp8Weight& weight, int64_t g
     const dim3 grid(unsigned((p.out_dim + kRowsTiles * 16 - 1) / (kRowsTiles * 16)), unsigned(groups));
     const auto run = [&](auto kernel, int columns) {
         const size_t shared = size_t(kRowsSlots) * rows_slot_bytes(int(p.in_dim)) + size_t(2) * kRowsParts * columns * 16 * sizeof(float);
-        return launch_cluster(kernel, grid, kRowsThreads, shared, 1, p.early, stream, p, weight, stores_fours(p));
+        return launch(kernel, grid, kRowsThreads, shared, 1, p.early, stream, p, weight, stores_fours(p));
     };
     return p.tokens <= 8 ? run(rows_product<1>, 8) : run(rows_product<2>, 16);
 }

@@ -289,7 +289,7 @@ cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, co
     const int64_t row_blocks = (p.out_dim + split.tiles * 16 - 1) / (split.tiles * 16);
     const int warps = split.tiles / RT;
     const dim3 grid(unsigned(row_blocks * token_blocks * split.parts), unsigned(groups));
-    return launch_cluster(split_product<RT, NT, W, Weight>, grid, warps * kWarp, SplitRing<RT, NT, W, Weight>::shared_bytes(warps), split.parts,
+    return launch(split_product<RT, NT, W, Weight>, grid, warps * kWarp, SplitRing<RT, NT, W, Weight>::shared_bytes(warps), split.parts,
                           p.early, stream, p, weight, token_blocks, each, stores_fours(p));
 }
 

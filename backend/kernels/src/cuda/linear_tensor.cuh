@@ -70,37 +70,6 @@ __device__ inline void store_transposed(void* column, uint32_t a, uint32_t b, ui
 
 // ---- host ----
 
-// Launch with a cluster of `cluster` blocks in x; early: blocks may begin before the launch before has ended, and must await it.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_cluster(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster, bool early, void* stream,
-                           Arguments... arguments) {
-    if (shared > 32 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-        if (error != cudaSuccess) return error;
-    }
-    cudaLaunchAttribute attributes[2];
-    unsigned count = 0;
-    if (cluster > 1) {
-        attributes[count].id = cudaLaunchAttributeClusterDimension;
-        attributes[count].val.clusterDim.x = unsigned(cluster);
-        attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-        ++count;
-    }
-    if (early) {
-        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[count].val.programmaticStreamSerializationAllowed = 1;
-        ++count;
-    }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = shared;
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = attributes;
-    config.numAttrs = count;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-}
-
 // A tensor of `rank` dimensions, the innermost first; strides in bytes, of all but the innermost. A box's row of swizzle bytes has
 // its 16-byte chunks swizzled. Values outside of the tensor are zeros.
 inline bool describe(CUtensorMap& map, CUtensorMapDataType type, int rank, const void* data, const cuuint64_t* sizes, const cuuint64_t* strides,

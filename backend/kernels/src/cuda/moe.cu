@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sum_experts(const Bf16* parts,
 unsigned blocks_for(int64_t vectors) { return unsigned((vectors + kRowThreads - 1) / kRowThreads); }
 
 cudaError_t quantise(const Bf16* x, Bf16* out, int64_t values, void* stream) {
-    return launch(round_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, stream, x, out, values / 8);
+    return launch(round_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, false, stream, x, out, values / 8);
 }
 
 bool is_streamed(int64_t rows) { return rows <= kStreamRows; }
@@ -200,7 +200,7 @@ cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, 
         const dim3 grid(unsigned(count * kStreamBlocks<NC>));
         const size_t bytes = size_t(kRingStages<NC>) * kRingStageBytes<NC>;
         const bool early = !kFirst || a.rows > 1;  // or nothing of this operation runs before it
-        return launch_cluster(kernel, grid, kStreamThreads, bytes, 1, early, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows,
+        return launch(kernel, grid, kStreamThreads, bytes, 1, early, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows,
                               units, int(a.top_k));
     });
 }
@@ -228,7 +228,7 @@ int shared_expert(const cedar_moe_fp4_args& a, const Workspace& w, const Bf16* x
     const Dense first{x, a.rows, a.hidden, 2 * a.inner, a.shared_w13, a.shared_w13_scale, a.shared_type, w.shared_hidden};
     if (const int status = dense_product("moe_fp4", first, stream)) return status;
     const int64_t values = a.rows * a.inner;
-    cudaError_t error = launch(gate_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, stream, w.shared_hidden, w.shared_inner, a.inner,
+    cudaError_t error = launch(gate_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, false, stream, w.shared_hidden, w.shared_inner, a.inner,
                                float(a.limit), values / 8);
     if (error == cudaSuccess && a.act_quant) error = quantise(w.shared_inner, w.shared_inner, values, stream);
     if (error != cudaSuccess) return finish("moe_fp4", error);
@@ -242,7 +242,7 @@ cudaError_t routed_experts(const cedar_moe_fp4_args& a, const Workspace& w, cons
     const bool wide = is_wide(a.rows);
     cudaError_t error = cudaSuccess;
     if (a.rows > 1)
-        error = launch(plan_groups, dim3(1), kPlanThreads, 0, 1, stream, a.ids, pairs, int(a.experts), most_tokens(a.rows), w.groups);
+        error = launch(plan_groups, dim3(1), kPlanThreads, 0, 1, false, stream, a.ids, pairs, int(a.experts), most_tokens(a.rows), w.groups);
     if (error == cudaSuccess && wide) error = group_for_wide(x, w.parts, w.groups, w.most_blocks, int(a.top_k), a.hidden, stream);
     if (error != cudaSuccess) return error;
     const ExpertProduct first = {static_cast<const uint8_t*>(a.w13), a.w13_scale, wide ? w.parts : x, int(2 * a.inner / kFp4Rows),
@@ -281,7 +281,7 @@ int moe_fp4(const cedar_moe_fp4_args& a, void* stream) {
     const int64_t vectors = a.rows * a.hidden / 8;
     const dim3 grid(blocks_for(vectors));
     Bf16* const out = static_cast<Bf16*>(a.out);
-    return finish("moe_fp4", launch_cluster(sum_experts, grid, kRowThreads, 0, 1, true, stream, w.parts, a.ids, int(a.experts), int(a.top_k),
+    return finish("moe_fp4", launch(sum_experts, grid, kRowThreads, 0, 1, true, stream, w.parts, a.ids, int(a.experts), int(a.top_k),
                                             w.shared, out, a.hidden, vectors));
 }
 

@@ -224,7 +224,7 @@ int run(const cedar_mega_attention_args& a, void* stream) {
     if (shared > kMostShared)
         return fail(CEDAR_UNSUPPORTED, "mega_attention: float32 on a GPU with fewer keys a row than %lld", (long long)columns_of(a));
     const dim3 grid(unsigned(a.rows), unsigned((a.heads + H - 1) / H));
-    return finish("mega_attention", launch(attend<H>, grid, kThreads, shared, 1, stream, a));
+    return finish("mega_attention", launch(attend<H>, grid, kThreads, shared, 1, false, stream, a));
 }
 
 }  // namespace

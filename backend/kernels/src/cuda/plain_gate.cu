@@ -86,7 +86,7 @@ int mega_gate(const cedar_mega_gate_args& a, void* stream) {
                     kMostExperts, (long long)a.hidden, (long long)a.experts);
     const dim3 grid(unsigned((a.rows + kRows - 1) / kRows));
     const auto kernel = a.weight_type == CEDAR_F32 ? route<float> : route<Bf16>;
-    return finish("mega_gate", launch(kernel, grid, kThreads, 0, 1, stream, a));
+    return finish("mega_gate", launch(kernel, grid, kThreads, 0, 1, false, stream, a));
 }
 
 }  // namespace cedar::cuda::plain

@@ -161,7 +161,7 @@ int mega_mhc(const cedar_mega_mhc_args& a, void* stream) {
     if (a.hc != kStreams || a.hidden % 4 != 0)
         return fail(CEDAR_UNSUPPORTED, "mega_mhc: float32 on a GPU with hc 4 and hidden a multiple of 4; got hc %lld, hidden %lld",
                     (long long)a.hc, (long long)a.hidden);
-    return finish("mega_mhc", launch(cross, dim3(unsigned((a.rows + kRows - 1) / kRows)), kThreads, 0, 1, stream, a));
+    return finish("mega_mhc", launch(cross, dim3(unsigned((a.rows + kRows - 1) / kRows)), kThreads, 0, 1, false, stream, a));
 }
 
 }  // namespace cedar::cuda::plain

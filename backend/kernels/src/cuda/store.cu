@@ -64,9 +64,9 @@ template <class T, int E>
 cudaError_t launch_window(const cedar_window_store_args& a, void* stream) {
     const bool into_ring = a.history_rows == 0 && a.store_from == nullptr && a.stores == a.rows;
     const int64_t bytes = bytes_of(a.record, a.dim);
-    const cudaError_t error = launch(window_encode<T, E>, blocks_for(a.rows + a.history_rows), kRowsPerBlock * kWarp, 0, 1, stream, a, into_ring, bytes);
+    const cudaError_t error = launch(window_encode<T, E>, blocks_for(a.rows + a.history_rows), kRowsPerBlock * kWarp, 0, 1, false, stream, a, into_ring, bytes);
     if (error != cudaSuccess || into_ring || a.stores == 0) return error;
-    return launch(window_keep, blocks_for(a.stores), kRowsPerBlock * kWarp, 0, 1, stream, a, bytes);
+    return launch(window_keep, blocks_for(a.stores), kRowsPerBlock * kWarp, 0, 1, false, stream, a, bytes);
 }
 
 }  // namespace
