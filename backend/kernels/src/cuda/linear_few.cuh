@@ -166,7 +166,7 @@ cudaError_t run_few(const Product& p, const Weight& weight, int64_t groups, int 
     const size_t ring = size_t(warps) * kFewStages * RT * 2048, sums = size_t(warps) * (RT * 16 + 4) * NT * 8 * sizeof(float);
     const dim3 grid(unsigned(blocks(warps)), unsigned(groups));
     return launch(few_product<RT, NT, Weight>, grid, warps * kWarp, std::max(ring, sums), 1, p.early, stream, p, weight, parts,
-                          stores_fours(p));
+                  stores_fours(p));
 }
 
 template <class Weight>

@@ -303,7 +303,7 @@ cudaError_t run_groups(const Product& p, const Weight& weight, int64_t groups, c
         return cudaErrorNotSupported;
     const dim3 grid(unsigned(token_blocks * split.parts), unsigned(groups), unsigned((p.out_dim + wide * 64 - 1) / (wide * 64)));
     return launch(group_product<N, Weight>, grid, wide * 128, Stage::shared_bytes(wide, stages, length), split.parts, p.early, stream,
-                          p, weight, GroupPlan{parts_bits, length, each, stages}, stores_fours(p), x_map, weight_map);
+                  p, weight, GroupPlan{parts_bits, length, each, stages}, stores_fours(p), x_map, weight_map);
 }
 
 template <class Weight>

@@ -290,7 +290,7 @@ cudaError_t run_split(const Product& p, const Weight& weight, int64_t groups, co
     const int warps = split.tiles / RT;
     const dim3 grid(unsigned(row_blocks * token_blocks * split.parts), unsigned(groups));
     return launch(split_product<RT, NT, W, Weight>, grid, warps * kWarp, SplitRing<RT, NT, W, Weight>::shared_bytes(warps), split.parts,
-                          p.early, stream, p, weight, token_blocks, each, stores_fours(p));
+                  p.early, stream, p, weight, token_blocks, each, stores_fours(p));
 }
 
 template <class Weight>

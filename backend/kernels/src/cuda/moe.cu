@@ -201,7 +201,7 @@ cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, 
         const size_t bytes = size_t(kRingStages<NC>) * kRingStageBytes<NC>;
         const bool early = !kFirst || a.rows > 1;  // or nothing of this operation runs before it
         return launch(kernel, grid, kStreamThreads, bytes, 1, early, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows,
-                              units, int(a.top_k));
+                      units, int(a.top_k));
     });
 }
 
@@ -282,7 +282,7 @@ int moe_fp4(const cedar_moe_fp4_args& a, void* stream) {
     const dim3 grid(blocks_for(vectors));
     Bf16* const out = static_cast<Bf16*>(a.out);
     return finish("moe_fp4", launch(sum_experts, grid, kRowThreads, 0, 1, true, stream, w.parts, a.ids, int(a.experts), int(a.top_k),
-                                            w.shared, out, a.hidden, vectors));
+                                    w.shared, out, a.hidden, vectors));
 }
 
 }  // namespace cedar::cuda

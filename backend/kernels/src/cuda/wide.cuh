@@ -303,7 +303,7 @@ cudaError_t run_wide(const Product& p, const Weight& weight, int64_t groups, int
     const WideUnits units = units_of(p, groups, {N, G});
     const int depth = int(p.in_dim / kWideDepth), clusters = std::min(units.count(), kWideClusters);
     return launch(wide_product<N, G, Parts, Weight>, dim3(unsigned(clusters * kWideCluster)), Stage::kThreads, Stage::kShared, kWideCluster,
-                          p.early, stream, p, weight, units, (depth + parts - 1) / parts, x_map, weight_map);
+                  p.early, stream, p, weight, units, (depth + parts - 1) / parts, x_map, weight_map);
 }
 
 constexpr WideTile kWidest{256, 2};
