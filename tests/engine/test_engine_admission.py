@@ -63,6 +63,19 @@ def test_max_tokens_defaults_to_what_the_context_leaves() -> None:
     assert len(bench.tokens[handle]) == 14
 
 
+def test_max_tokens_defaults_to_what_the_kv_budget_holds() -> None:
+    bench = make_bench(pages=6)  # 20 positions, and the last token needs none
+    handle = bench.engine.add(request("r", 10, max_tokens=None))
+    bench.run()
+    assert len(bench.tokens[handle]) == 11
+
+
+def test_a_prompt_that_can_never_fit_is_refused_by_its_own_name() -> None:
+    bench = make_bench(pages=6)
+    error = refused(bench, request("long", 21, max_tokens=None))
+    assert error.message.startswith("input_ids: 21 prompt tokens and up to 1 more never fit in the kv budget of 600 bytes")
+
+
 def test_max_tokens_defaults_to_1024_in_a_long_context() -> None:
     bench = make_bench(max_num_batched_tokens=64)
     handle = bench.engine.add(request("r", 3, max_tokens=None))

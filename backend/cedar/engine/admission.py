@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from cedar.config.engine import EngineConfig
@@ -82,7 +83,7 @@ class Admission:
         positions = len(request.input_ids) + max_tokens - 1
         if not self._runner.fits(positions, self.decoder_replay(request)):
             raise invalid(
-                "max_tokens",
+                "max_tokens" if request.sampling.max_tokens is not None else "input_ids",
                 f"{len(request.input_ids)} prompt tokens and up to {max_tokens} more never fit in the kv budget of "
                 f"{self._runner.usage().bytes_total} bytes",
                 "a shorter prompt, fewer max_tokens, or a server with a larger kv_cache_bytes",
@@ -110,9 +111,15 @@ class Admission:
             )
         wanted = request.sampling.max_tokens
         if wanted is None:
-            wanted = min(DEFAULT_MAX_TOKENS, left)
+            wanted = self._default_max_tokens(request, min(DEFAULT_MAX_TOKENS, left))
         elif wanted > left:
             raise invalid("max_tokens", f"is {wanted}, but {prompt} prompt tokens leave {left}", f"1 to {left}")
         if request.sampling.min_tokens > wanted:
             raise invalid("min_tokens", f"is {request.sampling.min_tokens}", f"0 to {wanted} (max_tokens)")
         return wanted
+
+    def _default_max_tokens(self, request: GenerationRequest, most: int) -> int:
+        """As many as the KV budget holds beside the prompt, ``most`` at most, and 1 where even that is too much for it."""
+        prompt, replay = len(request.input_ids), self.decoder_replay(request)
+        too_many = bisect_left(range(1, most + 1), True, key=lambda count: not self._runner.fits(prompt + count - 1, replay))
+        return max(1, too_many)
