@@ -20,6 +20,15 @@ __device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.re
 __device__ inline void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 __device__ inline void arrive(uint64_t* barrier) { arrive(shared_address(barrier)); }
 
+// Arrive for a warp that has read what others may overwrite from here on. Loads that are on their way do not hold back an arrival:
+// without the fence they found what the copy engine brought next.
+__device__ inline void arrive_after_reads(uint32_t barrier) {
+    __threadfence_block();
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) arrive(barrier);
+}
+__device__ inline void arrive_after_reads(uint64_t* barrier) { arrive_after_reads(shared_address(barrier)); }
+
 // Arrive, and announce bytes.
 __device__ inline void announce_bytes(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -44,6 +53,11 @@ __device__ inline uint64_t read_once_policy() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
+}
+
+// To L2; address and number of bytes are multiples of 16.
+__device__ inline void prefetch_bulk(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 // One thread's order; both addresses and the number of bytes are multiples of 16.

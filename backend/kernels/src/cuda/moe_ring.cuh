@@ -174,7 +174,10 @@ struct StreamCopier {
         }
         arrive_after_copies(&ring.full[slot]);
     }
-    __device__ void await_empty() const { await_barrier(&ring.empty[slot], parity ^ 1); }
+    __device__ void await_empty() const {
+        await_barrier(&ring.empty[slot], parity ^ 1);
+        release_shared();
+    }
     __device__ void next() {
         slot = slot + 1 == kRingStages<NC> ? 0 : slot + 1;
         parity ^= uint32_t(slot == 0);
@@ -202,8 +205,7 @@ struct StreamReader {
     __device__ void read(int stages, const Body& body) {
         for (;;) {
             body(stage);
-            __syncwarp();  // all lanes have read the stage
-            if (threadIdx.x % kWarp == 0) arrive(full + kRingStages<NC> * 8);
+            arrive_after_reads(full + kRingStages<NC> * 8);
             stage += kRingStageBytes<NC>, full += 8, ++slot;
             if (slot == kRingStages<NC>) stage = first_stage, full = first_full, slot = 0, parity ^= 1;
             if (--stages <= 0) return;
