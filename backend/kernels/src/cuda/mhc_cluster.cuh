@@ -4,26 +4,17 @@
 #pragma once
 
 #include "cluster.cuh"
-#include "ptx.cuh"
+#include "moe_bulk.cuh"
 
 namespace cedar::cuda {
-
-__device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 __device__ inline void start_barrier(uint64_t* barrier, int arrivals = 1) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Before the cluster's first barrier: the others see what start_barrier did.
-__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 // The phase ends when this many bytes have come, before or after this call.
 __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-
-__device__ inline void arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // Until the barrier's phase of this number has ended; what was stored for it is visible.

@@ -7,18 +7,26 @@
 #include "mhc_cluster.cuh"
 #include "mhc_gates.cuh"
 
-#ifndef CEDAR_MHC_PROMOTION
-#define CEDAR_MHC_PROMOTION "128B"
-#endif
-
 namespace cedar::cuda {
 
 constexpr int kTokens = 8, kUnit = 32;  // columns of a warp
 constexpr int kVector = 8;              // bf16 of a lane's access
 constexpr int kSquares = kOutputs, kNormSquares = kOutputs + 1, kSums = kOutputs + 2;
 constexpr int kFnStream = kOutputs * kUnit * int(sizeof(float)), kFnBytes = kStreams * kFnStream;
-constexpr int kPieces = (kStreams + 1) * kWarp * 16, kCoefficients = (2 + kStreams) * kStreams * int(sizeof(float));
-constexpr int kStageBytes = kPieces + kTokens * kCoefficients;
+constexpr int kCoefficients = (2 + kStreams) * kStreams * int(sizeof(float));  // of a token
+
+// A block's part of a tile that has come: of each stream, then of output, the even tokens' columns; the odd tokens'; then the tokens'
+// pre, post and comb. Odd tokens begin half a line later, so that eight lanes' loads, of two tokens, meet every bank once.
+struct Stage {
+    int warps;  // of columns
+    __host__ __device__ int row() const { return warps * kUnit * int(sizeof(Bf16)); }
+    __host__ __device__ int stream() const { return kTokens / 2 * row(); }
+    __host__ __device__ int token(int token) const { return token % 2 * ((kStreams + 1) * stream() + 64) + token / 2 * row(); }
+    __host__ __device__ int pre() const { return 2 * (kStreams + 1) * stream() + 128; }
+    __host__ __device__ int post() const { return pre() + kTokens * kStreams * int(sizeof(float)); }
+    __host__ __device__ int comb() const { return post() + kTokens * kStreams * int(sizeof(float)); }
+    __host__ __device__ int bytes() const { return pre() + kTokens * kCoefficients; }
+};
 
 __device__ inline float2 unpack(uint32_t pair) { return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)); }
 
@@ -67,25 +75,30 @@ __device__ inline void split_fn(unsigned char* fn, int lane) {
     }
 }
 
-// A copy of 16 bytes of a line whose other half a neighbouring warp copies.
-__device__ inline void copy_stream(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global.L2::" CEDAR_MHC_PROMOTION " [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-
-// A copy of 16 bytes that all warps of the block copy.
-__device__ inline void copy_coefficients(void* shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-
 // ---- a warp's columns of one tile: lane 4 g + q has columns 8 q .. 8 q + 7 of token g ----
 
 __device__ inline uint32_t& part(uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// What is written to the streams of a lane's token, and how the streams are mixed.
+struct Written {
+    uint4 output;
+    float post[kStreams], comb[kStreams][kStreams];
+};
+
+// The squares of a lane's values, in their order.
+__device__ inline void add_squares(float& sum, uint4 x) {
+#pragma unroll
+    for (int v = 0; v < kVector / 2; ++v) {
+        const float2 y = unpack(part(x, v));
+        sum = fmaf(y.x, y.x, sum), sum = fmaf(y.y, y.y, sum);
+    }
+}
 
 // kHidden > 0: the width, and no part of the boundary is left out. 0: only the call knows.
 template <int kHidden>
 struct Columns {
     const cedar_mega_mhc_args& a;
-    uint32_t column, lane;  // column: the lane's first
+    uint32_t column, lane;  // column: the lane's first; lane: the thread's number in the warp
     bool inside;            // the warp has columns
     __device__ uint32_t hidden() const { return kHidden > 0 ? kHidden : uint32_t(a.hidden); }
     __device__ bool expands() const { return kHidden > 0 || a.output != nullptr; }
@@ -98,46 +111,38 @@ struct Columns {
         return first + uint64_t(row) * (width * uint32_t(sizeof(Bf16)));
     }
 
-    // Behind the last row the last once more: what comes of it is nowhere stored.
-    __device__ void fetch(uint32_t row, unsigned char* stage) const {
+    // A tile that has come; columns: the lane's of the first stream. The stage may be overwritten when all lanes have come back.
+    __device__ void read(Stage at, const unsigned char* stage, const unsigned char* columns, uint4 (&streams)[kStreams], float (&pre)[kStreams],
+                         Written& written) const {
         if (!inside) return;
-        row = min(row, uint32_t(a.rows) - 1);
-        const uint32_t quad = lane % 4;
-        const unsigned char* streams = place(a.streams, row, kStreams * hidden());
+        const uint32_t token = lane / 4;
+        const auto piece = [&](uint32_t i) { return *reinterpret_cast<const uint4*>(columns + i * at.stream()); };
+        const auto values = [&](int place) { return reinterpret_cast<const float*>(stage + place); };
 #pragma unroll
-        for (int i = 0; i < kStreams; ++i) copy_stream(stage + (i * kWarp + lane) * 16, streams + i * hidden() * sizeof(Bf16));
-        unsigned char* coefficients = stage + kPieces + lane / 4 * kCoefficients + quad * 16;
-        if (quad == 0 ? norms() : quad == 1 && expands()) copy_coefficients(coefficients, (quad == 0 ? a.pre : a.post) + uint64_t(row) * kStreams);
+        for (int i = 0; i < kStreams; ++i) streams[i] = piece(i);
+        if (norms()) load_pack(values(at.pre()) + token * kStreams, pre);
         if (!expands()) return;
-        copy_stream(stage + (kStreams * kWarp + lane) * 16, place(a.output, row, hidden()));
-        copy_coefficients(coefficients + 32, a.comb + uint64_t(row) * kCells + quad * kStreams);
+        written.output = piece(kStreams);
+        load_pack(values(at.post()) + token * kStreams, written.post);
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i) load_pack(values(at.comb()) + token * kCells + i * kStreams, written.comb[i]);
     }
 
-    // The new streams, stored; `pre` for what follows. The stage may be overwritten when all lanes have come back.
-    __device__ void cross(uint32_t row, const unsigned char* stage, uint4 (&streams)[kStreams], float (&pre)[kStreams]) const {
-        if (!inside) return;
-        const uint4* pieces = reinterpret_cast<const uint4*>(stage) + lane;
-        const float* coefficients = reinterpret_cast<const float*>(stage + kPieces + lane / 4 * kCoefficients);
-#pragma unroll
-        for (int i = 0; i < kStreams; ++i) streams[i] = pieces[i * kWarp];
-        if (norms()) load_pack(coefficients, pre);
-        if (!expands()) return;
-        uint4 output = pieces[kStreams * kWarp];
-        float post[kStreams], comb[kStreams][kStreams];
-        load_pack(coefficients + kStreams, post);
-#pragma unroll
-        for (int i = 0; i < kStreams; ++i) load_pack(coefficients + (2 + i) * kStreams, comb[i]);
+    // The new streams in place of the old ones, and stored.
+    __device__ void expand(uint32_t row, uint4 (&streams)[kStreams], Written written) const {
+        if (!inside || !expands()) return;
 #pragma unroll
         for (int v = 0; v < kVector / 2; ++v) {
-            const float2 x = unpack(part(output, v));
+            const float2 x = unpack(part(written.output, v));
             float2 old[kStreams];
 #pragma unroll
             for (int i = 0; i < kStreams; ++i) old[i] = unpack(part(streams[i], v));
 #pragma unroll
             for (int j = 0; j < kStreams; ++j) {
-                float low = post[j] * x.x, high = post[j] * x.y;
+                float low = written.post[j] * x.x, high = written.post[j] * x.y;
 #pragma unroll
-                for (int i = 0; i < kStreams; ++i) low = fmaf(comb[i][j], old[i].x, low), high = fmaf(comb[i][j], old[i].y, high);
+                for (int i = 0; i < kStreams; ++i)
+                    low = fmaf(written.comb[i][j], old[i].x, low), high = fmaf(written.comb[i][j], old[i].y, high);
                 part(streams[j], v) = pack(low, high);
             }
         }
@@ -147,30 +152,30 @@ struct Columns {
         for (int j = 0; j < kStreams; ++j) store_16(to + j * hidden() * sizeof(Bf16), streams[j]);
     }
 
-    // This warp's sums of every token, and what the token collapses to.
-    __device__ void add_up(uint4 (&streams)[kStreams], const float (&pre)[kStreams], const unsigned char* fn, float* partial, uint4& collapsed) const {
-        float squares[kStreams] = {}, norm_square = 0.0f;
+    // This warp's sums of every token, stored when `ready` has come back, and what the token collapses to.
+    template <class Ready>
+    __device__ void add_up(uint4 (&streams)[kStreams], const float (&pre)[kStreams], const unsigned char* fn, float* partial, uint4& collapsed,
+                           const Ready& ready) const {
+        float square = 0.0f, norm_square = 0.0f;
 #pragma unroll
         for (int v = 0; v < kVector / 2; ++v) {
             float2 y = {};
 #pragma unroll
             for (int i = 0; i < kStreams; ++i) {
                 const float2 x = unpack(part(streams[i], v));
-                squares[i] = fmaf(x.x, x.x, squares[i]), squares[i] = fmaf(x.y, x.y, squares[i]);
                 y.x = i == 0 ? pre[0] * x.x : fmaf(pre[i], x.x, y.x), y.y = i == 0 ? pre[0] * x.y : fmaf(pre[i], x.y, y.y);
             }
             part(collapsed, v) = pack(y.x, y.y);
-            const float2 kept = unpack(part(collapsed, v));
-            norm_square = fmaf(kept.x, kept.x, norm_square), norm_square = fmaf(kept.y, kept.y, norm_square);
         }
         const uint32_t group = lane / 4, quad = lane % 4;
-        const float square = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]), 4);
-        norm_square = sum_lanes(norm_square, 4);
-        if (quad == 0) partial[kSquares * kTokens + group] = square, partial[kNormSquares * kTokens + group] = norm_square;
-        if (!mixes()) return;
+        add_squares(norm_square, collapsed);
+        if (mixes())
+#pragma unroll
+            for (int i = 0; i < kStreams; ++i) add_squares(square, streams[i]);
+        square = sum_lanes(square, 4), norm_square = sum_lanes(norm_square, 4);
         float c[3][4] = {};
         const uint4* rows = reinterpret_cast<const uint4*>(fn) + lane;
-        if (inside) {
+        if (mixes() && inside) {
 #pragma unroll
             for (int i = 0; i < kStreams; ++i)
 #pragma unroll
@@ -181,6 +186,9 @@ struct Columns {
                         multiply_bf16(c[m], w.x, w.y, w.z, w.w, part(streams[i], 2 * t), part(streams[i], 2 * t + 1));
                     }
         }
+        ready();
+        if (quad == group / 2) partial[kSquares * kTokens + group] = square, partial[kNormSquares * kTokens + group] = norm_square;
+        if (!mixes()) return;
         float2* to = reinterpret_cast<float2*>(partial + group * kTokens + quad * 2);  // of output group, tokens 2 quad and the next
         constexpr int kNext = 8 * kTokens / 2;
         to[0] = make_float2(c[0][0] + c[1][2], c[0][1] + c[1][3]);
@@ -196,6 +204,47 @@ struct Columns {
             part(collapsed, v) = pack(y.x * factor * weight[2 * v], y.y * factor * weight[2 * v + 1]);
         }
         store_16(place(a.normed, row, hidden()), collapsed);
+    }
+};
+
+// ---- a block's part of a tile: copies of a row of one token each, then of all tokens' coefficients ----
+
+constexpr int kCopyWarps = 3;  // that order a tile's copies: the engine takes one at a time, so one warp would be slow
+constexpr uint32_t kRowCopies = (kStreams + 1) * kTokens, kCopies = kRowCopies + 3, kWarpCopies = (kCopies + kCopyWarps - 1) / kCopyWarps;
+static_assert(kWarpCopies <= kWarp, "a lane has one copy");
+
+template <int kHidden>
+struct TileCopies {
+    const Columns<kHidden>& columns;  // of the block
+    Stage stage;
+    uint32_t bytes;  // of a row
+
+    // Rows behind the last are not copied: what comes of them is nowhere stored.
+    __device__ uint32_t live(uint32_t row) const { return min(uint32_t(kTokens), uint32_t(columns.a.rows) - row); }
+    __device__ uint32_t all_bytes(uint32_t row) const {
+        const uint32_t values = (columns.norms() ? kStreams : 0) + (columns.expands() ? kStreams + kCells : 0);
+        return live(row) * ((kStreams + columns.expands()) * bytes + values * uint32_t(sizeof(float)));
+    }
+    // This lane's copy of those of warp `part`: order(place in the stage, from, bytes).
+    template <class Order>
+    __device__ void order(uint32_t row, uint32_t part, const Order& order) const {
+        const auto& a = columns.a;
+        const uint32_t number = part * kWarpCopies + columns.lane, hidden = columns.hidden();
+        if (columns.lane >= kWarpCopies || number >= kCopies) return;
+        if (number < kRowCopies) {  // of stream number % 4 of token number / 4, then the outputs
+            const bool written = number >= kStreams * kTokens;
+            const uint32_t token = written ? number - kStreams * kTokens : number / kStreams, stream = written ? kStreams : number % kStreams;
+            if (token >= live(row) || bytes == 0 || written && !columns.expands()) return;
+            const unsigned char* const from = written ? columns.place(a.output, row + token, hidden)
+                                                      : columns.place(a.streams, (row + token) * kStreams + stream, hidden);
+            order(stream * stage.stream() + stage.token(token), from, bytes);
+        } else {
+            const uint32_t kind = number - kRowCopies, width = kind == 2 ? kCells : kStreams;
+            const float* const from = kind == 0 ? a.pre : kind == 1 ? a.post : a.comb;
+            if (!(kind == 0 ? columns.norms() : columns.expands())) return;
+            order(kind == 0 ? stage.pre() : kind == 1 ? stage.post() : stage.comb(), from + uint64_t(row) * width,
+                  live(row) * width * uint32_t(sizeof(float)));
+        }
     }
 };
 

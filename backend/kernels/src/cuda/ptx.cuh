@@ -44,6 +44,9 @@ __device__ inline void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
 }
 
+// Brings a line to L2.
+__device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // The launch before has ended, and what it wrote is seen from here on; so has everything before it.
 __device__ inline void await_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next launch may begin once all blocks have come here, if it was launched to begin early.
