@@ -10,17 +10,13 @@
 #include "gate_group.cuh"
 #include "gate_many.cuh"
 
-#ifndef CEDAR_GATE_MANY
-#define CEDAR_GATE_MANY 1792 // from so many rows on, tiles of all experts; no fewer than 641, as they add in an order of their own
-#endif
-
 namespace cedar::cuda {
 namespace {
 
 constexpr int kMostBlocks = 16, kBlockK = 32;       // k of a lane's 16 bytes and its three neighbours'
 constexpr int kBlockBytes = kBlockK * int(sizeof(Bf16));
 constexpr int kCopyGroups = 5, kRowThreads = 8;     // parts of k that are waited for in turn; threads that copy a row
-constexpr int kMostShared = 227 * 1024;
+constexpr int64_t kMany = 1792;  // from so many rows on, tiles of all experts; no fewer than 641, as they add in an order of their own
 
 // Blocks of k of a part of the `blocks` that a block of threads has.
 __host__ __device__ constexpr int64_t part_of(int64_t blocks) { return (blocks + kCopyGroups - 1) / kCopyGroups; }
@@ -49,8 +45,10 @@ __host__ __device__ constexpr int cluster_of(int64_t hidden) {
 template <int EM, int EW, int NT, int NW, int kBuffers, int kHidden>
 __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     using T = Tile<EM, EW, NT, NW, kBuffers>;
+    release_launch();
+    await_launch();
     extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ Candidate candidates[EW * NW][kWarp];
+    __shared__ __align__(16) Candidate candidates[EW * NW][kWarp];
     __shared__ bool is_last;
     const cedar_mega_gate_args& a = gate.a;
     const int blocks = kHidden > 0 ? cluster_of(kHidden) : gate.blocks, hidden = kHidden > 0 ? kHidden : int(a.hidden);
@@ -201,13 +199,13 @@ int run(const Gate& all, void* stream) {
         a.weights += first * a.top_k;
         gate.scores += first * gate.score_stride;
         const dim3 grid(width, unsigned((a.rows + T::kTokens - 1) / T::kTokens));
-        error = launch(kernel, grid, T::kThreads, size_t(shared), all.blocks, false, stream, gate);
+        error = launch(kernel, grid, T::kThreads, size_t(shared), all.blocks, true, stream, gate);
     }
     return finish("mega_gate", error);
 }
 
-// Up to 256 tokens by clusters of 16 blocks, of which there are as many as a device has places for; then by clusters of 8, in the
-// tiles that need the least time: each wave of clusters takes as long as a block's rows.
+// Up to 256 tokens by clusters of 16 blocks that share k, of which there are as many as a device has places for. Then by clusters of
+// 8, in the tiles that need the least time: each wave of clusters takes as long as a block's rows.
 cudaError_t run_groups(const Gate& gate, void* stream) {
     const int64_t rows = gate.a.rows;
     if (rows <= 8) return run_group<16, 1, 8>(gate, stream);
@@ -220,9 +218,9 @@ cudaError_t run_groups(const Gate& gate, void* stream) {
         const int64_t clusters = (gate.a.experts + 127) / 128 * ((rows + tokens - 1) / tokens);
         return (clusters + places - 1) / places * (128 + tokens);
     };
-    const int64_t small = time(80), middle = time(104), large = time(128);
+    const int64_t small = time(80), middle = time(112), large = time(128);
     if (small <= middle && small <= large) return run_group<8, 2, 80>(gate, stream);
-    return middle <= large ? run_group<8, 2, 104>(gate, stream) : run_group<8, 2, 128>(gate, stream);
+    return middle <= large ? run_group<8, 2, 112>(gate, stream) : run_group<8, 2, 128>(gate, stream);
 }
 
 cudaError_t run_most(const cedar_mega_gate_args& a, void* stream) {
@@ -249,7 +247,7 @@ int mega_gate(const cedar_mega_gate_args& a, void* stream) {
     char* workspace = static_cast<char*>(a.workspace);
     const Gate gate{a, reinterpret_cast<float*>(workspace + CEDAR_COUNTER_BYTES), reinterpret_cast<unsigned*>(workspace), score_stride(a),
                     cluster_of(a.hidden)};
-    const bool many = a.rows >= CEDAR_GATE_MANY;
+    const bool many = a.rows >= kMany;
     if (has_groups() && many && fits_many(a)) return finish("mega_gate", run_most(a, stream));
     if (has_groups() && !many && a.hidden == kRelease) return finish("mega_gate", run_groups(gate, stream));
     if (a.hidden == kRelease) {

@@ -67,8 +67,23 @@ __device__ inline void choose_by_rounds(const cedar_mega_gate_args& a, int64_t t
     }
 }
 
+// The top_k-th best of the lanes' keys. keys: place for 32 of the warp. A lane counts the better ones, which takes less time than
+// top_k rounds.
+__device__ inline uint32_t bound_of(uint32_t key, int64_t top_k, uint32_t* keys, int lane) {
+    keys[lane] = key;
+    __syncwarp();
+    int better = 0;
+#pragma unroll 2
+    for (int i = 0; i < kWarp / 4; ++i) {
+        const uint4 four = reinterpret_cast<const uint4*>(keys)[i];
+        better += (four.x > key) + (four.y > key) + (four.z > key) + (four.w > key);
+    }
+    return __reduce_min_sync(kAllLanes, better < top_k ? key : ~0u);
+}
+
 // The top_k best of at most 32 N experts, ties to the lowest. bias_at(e): of expert e; scores_at(e): of the four from e on.
-// candidates: 32 of the warp. Of the lanes' best keys the top_k-th is a bound that top_k keys at least reach, and few others do.
+// candidates: 32 of the warp, at a multiple of 16 bytes. Of the lanes' best keys the top_k-th is a bound that top_k keys at least
+// reach, and few others do.
 template <int N, class BiasAt, class ScoresAt>
 __device__ inline void choose(const cedar_mega_gate_args& a, int64_t token, const BiasAt& bias_at, const ScoresAt& scores_at, Candidate* candidates,
                               int lane) {
@@ -87,25 +102,19 @@ __device__ inline void choose(const cedar_mega_gate_args& a, int64_t token, cons
         key[i] = e < a.experts ? ordered(score[i] + bias_at(e)) : 0u;
         top = max(top, key[i]);
     }
-    uint32_t bound = 0;
+    const uint32_t bound = max(bound_of(top, a.top_k, reinterpret_cast<uint32_t*>(candidates), lane), 1u);
+    int own = 0, before = 0, count = 0;  // candidates of this lane, of those before it, of all
+#pragma unroll
+    for (int i = 0; i < N; ++i) own += key[i] >= bound;
 #pragma unroll 1
-    for (int k = 0; k < a.top_k; ++k) {
-        bound = __reduce_max_sync(kAllLanes, top);
-        top = top == bound ? 0 : top;
+    for (int number = 1;; ++number) {  // most lanes have none, and few have two
+        const uint32_t having = __ballot_sync(kAllLanes, own >= number);
+        if (having == 0) break;
+        before += __popc(having & ((1u << lane) - 1)), count += __popc(having);
     }
-    bound = max(bound, 1u);
-    int until = 0;  // candidates of this lane and of those before it
-#pragma unroll
-    for (int i = 0; i < N; ++i) until += key[i] >= bound;
-    const int own = until;
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-        const int before = __shfl_up_sync(kAllLanes, until, step);
-        if (lane >= step) until += before;
-    }
-    const int count = __shfl_sync(kAllLanes, until, kWarp - 1);
+    __syncwarp();  // over the keys
     if (count > kWarp) return choose_by_rounds(a, token, score, key, lane);
-    Candidate* next = candidates + (until - own);
+    Candidate* next = candidates + before;
 #pragma unroll
     for (int i = 0; i < N; ++i)
         if (key[i] >= bound) *next++ = {key[i], uint32_t(expert_of(i, lane)), score[i], 0.0f};

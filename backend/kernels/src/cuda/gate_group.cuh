@@ -4,6 +4,9 @@
 // the cluster that add them up, by pairs of tokens, without a barrier; they store the scores, and of the blocks with scores of the
 // same tokens the last to come chooses.
 //
+// Shared memory has room for a block's whole share of the weight, and for the tokens of some steps. The weights of the first steps do
+// not wait for the launch before, which may make x.
+//
 // A logit is the sum of 8 parts in their order, and a part the sum of the chains over its halves, whichever blocks have them: one
 // order whatever the tiles, which depend on the number of rows.
 #pragma once
@@ -17,6 +20,7 @@ namespace cedar::cuda {
 constexpr int kRelease = 5120;                     // its hidden
 constexpr int kGroupDepth = 64, kGroupSlots = 5;   // values of k of a stage: rows of 128 bytes; the stages are one chain
 constexpr int kChains = kRelease / (kGroupDepth * kGroupSlots);
+constexpr int kMostShared = 227 * 1024;            // of a block
 
 struct Gate {
     cedar_mega_gate_args a;
@@ -33,16 +37,25 @@ __device__ inline unsigned count_arrival(unsigned* arrivals) {
     return before;
 }
 
+// kBlocks: of a cluster.
 template <int kBlocks, int kGroups, int kTokens>
 struct GroupTile {
-    static constexpr int kExperts = kGroups * 64, kHalves = kChains / kBlocks;
-    static constexpr int kThreads = kGroups * 128 + (kHalves > 1 ? 4 : 1) * kWarp;  // where tokens are many, more warps choose
-    static constexpr int kStageBytes = (kExperts + kTokens) * 128;
+    static constexpr int kExperts = kGroups * 64, kHalves = kChains / kBlocks, kSteps = kHalves * kGroupSlots;
     static constexpr int kPairs = (kTokens / 2 + kBlocks - 1) / kBlocks;  // of tokens, that a block adds up at most
+    // Where tokens are many, there are more warps, as each chooses for one of the block's: some that only choose, or others' tokens.
+    static constexpr int kSides = kTokens > 96 && kHalves > 1 ? 2 : 1, kColumns = kTokens / kSides, kMultiply = kGroups * kSides * 4;
+    static constexpr int kThreads = (kMultiply + (kHalves > 1 && kSides == 1 ? 4 : 1)) * kWarp;
     static constexpr int kPairItems = kGroups * 32, kItems = kPairs * kPairItems;  // 16 bytes: 2 experts of 2 tokens
-    static constexpr int kReceivedAt = kGroupSlots * kStageBytes;
-    static constexpr int kShared = 1024 + kReceivedAt + kBlocks * kItems * 16;
-    static_assert(kTokens % 8 == 0 && (kHalves == 1 || kHalves == 2) && kShared + 256 <= 227 * 1024);
+    static constexpr int kWeightBytes = kExperts * 128, kTokenBytes = kTokens * 128, kTokensAt = kSteps * kWeightBytes;  // of a step
+    static constexpr int kReceivedBytes = kBlocks * kItems * 16, kRoom = kMostShared - 1024 - 512 - kTokensAt;
+    static constexpr int kSlots = kHalves == 1 || kRoom / kTokenBytes > kSteps ? kSteps : kRoom / kTokenBytes;  // of tokens of a step
+    static constexpr int kStaged = kTokensAt + kSlots * kTokenBytes;
+    // Logits come where the first half's weights were, or behind all.
+    static constexpr int kReceivedAt = kHalves > 1 ? 0 : kStaged;
+    static constexpr int kShared = 1024 + (kHalves > 1 ? kStaged : kStaged + kReceivedBytes);
+    static constexpr int kAhead = kGroupSlots;  // steps whose weights do not wait for the launch before
+    static_assert(kColumns % 8 == 0 && (kHalves == 1 || kHalves == 2) && kShared + 512 <= kMostShared && kSlots >= 2);
+    static_assert(kHalves == 1 || kReceivedBytes <= kGroupSlots * kWeightBytes);
 };
 
 template <int kBlocks, int kGroups, int kTokens>
@@ -50,7 +63,7 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
     route_group(const Gate gate, const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map) {
     using T = GroupTile<kBlocks, kGroups, kTokens>;
     extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ uint64_t full[kGroupSlots], empty[kGroupSlots], received;
+    __shared__ uint64_t full[T::kSteps], empty[kGroupSlots * 2], received;  // empty: of the tokens of a step whose place another gets
     __shared__ bool is_last;
     unsigned char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
     const cedar_mega_gate_args& a = gate.a;
@@ -58,52 +71,65 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
     const int first_expert = int(blockIdx.x) / kBlocks * T::kExperts, first_token = int(blockIdx.y) * kTokens;
     const int tokens = min(int(a.rows) - first_token, kTokens), pairs = (tokens + 1) / 2;
     const int own_pairs = (pairs - rank + kBlocks - 1) / kBlocks;  // pairs rank, rank + kBlocks, ...; none where negative or 0
-    const bool is_copier = warp == kGroups * 4;
-    const auto fetch = [&](int step) {
-        const int slot = step % kGroupSlots, k = (rank * T::kHalves * kGroupSlots + step) * kGroupDepth;
-        unsigned char* stage = stages + slot * T::kStageBytes;
-        announce_bytes(full + slot, T::kStageBytes);
-        copy_box(stage, &weight_map, k, first_expert, full + slot);
-        copy_box(stage + T::kExperts * 128, &x_map, k, first_token, full + slot);
-    };
+    const bool is_copier = warp == T::kMultiply;
+    const auto k_of = [&](int step) { return (rank * T::kSteps + step) * kGroupDepth; };
+    const auto weights_at = [&](int step) { return stages + step * T::kWeightBytes; };
+    const auto tokens_at = [&](int step) { return stages + T::kTokensAt + step % T::kSlots * T::kTokenBytes; };
+    const auto fetch_weights = [&](int step) { copy_box(weights_at(step), &weight_map, k_of(step), first_expert, full + step); };
+    const auto fetch_tokens = [&](int step) { copy_box(tokens_at(step), &x_map, k_of(step), first_token, full + step); };
+    release_launch();
+    if (warp == 0) prefetch_biases(a, first_token, tokens, lane);
+    if (warp == 1 && lane == 0) prefetch_map(&x_map);
     if (is_copier && lane == 0) {
 #pragma unroll
-        for (int slot = 0; slot < kGroupSlots; ++slot) init_barrier(full + slot, 1), init_barrier(empty + slot, kGroups * 4);
+        for (int step = 0; step < T::kSteps; ++step) init_barrier(full + step, 1);
+#pragma unroll
+        for (int step = 0; step + T::kSlots < T::kSteps; ++step) init_barrier(empty + step, T::kMultiply);
         init_barrier(&received, 1);
         publish_barriers();
         release_shared();
         announce_bytes(&received, uint32_t(max(own_pairs, 0)) * kBlocks * T::kPairItems * 16);
 #pragma unroll
-        for (int step = 0; step < kGroupSlots; ++step) fetch(step);
+        for (int step = 0; step < T::kSteps; ++step) announce_bytes(full + step, T::kWeightBytes + T::kTokenBytes);
+#pragma unroll
+        for (int step = 0; step < T::kAhead; ++step) fetch_weights(step);
+        await_launch();
+#pragma unroll
+        for (int step = 0; step < T::kSteps; ++step) {
+            if (step < T::kSlots) fetch_tokens(step);
+            if (step + T::kAhead < T::kSteps) fetch_weights(step + T::kAhead);
+        }
     }
     __syncthreads();
-    publish_to_cluster();
-    if (warp >= kGroups * 4) {
-        if (is_copier) prefetch_biases(a, first_token, tokens, lane);
-        if (T::kHalves > 1 && is_copier && lane == 0)
+    await_launch();
+    if (T::kHalves == 1 || warp >= T::kMultiply) arrive_at_cluster();
+    if (warp >= T::kMultiply) {
+        if (is_copier && lane == 0)
 #pragma unroll 1
-            for (int slot = 0; slot < kGroupSlots; ++slot) await_barrier(empty + slot, 0), fetch(kGroupSlots + slot);
+            for (int step = T::kSlots; step < T::kSteps; ++step) await_barrier(empty + (step - T::kSlots), 0), fetch_tokens(step);
         __syncwarp();
         await_cluster();
     } else {
-        const int group = warp / 4;
-        float c[T::kHalves][kTokens / 2] = {};
+        const int group = warp / 4 % kGroups, side = warp / (kGroups * 4);
+        float c[T::kHalves][T::kColumns / 2] = {};
 #pragma unroll
         for (int half = 0; half < T::kHalves; ++half)
 #pragma unroll
             for (int slot = 0; slot < kGroupSlots; ++slot) {
-                await_barrier(full + slot, half);
-                const unsigned char* stage = stages + slot * T::kStageBytes;
+                const int step = half * kGroupSlots + slot;
+                await_barrier(full + step, 0);
                 begin_group();
 #pragma unroll
                 for (int s = 0; s < kGroupDepth / 16; ++s)
-                    multiply_staged(c[half], matrix_of(stage + group * 64 * 128 + s * 32), matrix_of(stage + T::kExperts * 128 + s * 32));
+                    multiply_staged(c[half], matrix_of(weights_at(step) + group * 64 * 128 + s * 32),
+                                    matrix_of(tokens_at(step) + side * T::kColumns * 128 + s * 32));
                 close_group();
-                const int step = half * kGroupSlots + slot;
-                if (T::kHalves > 1 && step > 0 && step <= kGroupSlots) {
-                    await_groups<1>();  // the stage before has been read
+                const bool refills = step > 0 && step - 1 + T::kSlots < T::kSteps;
+                if (refills || (T::kHalves > 1 && step == kGroupSlots)) {
+                    await_groups<1>();  // the step before has been read
                     __syncwarp();
-                    if (lane == 0) arrive(empty + (step - 1));
+                    if (refills && lane == 0) arrive(empty + (step - 1));
+                    if (step == kGroupSlots) arrive_at_cluster();  // others may send
                 }
             }
         await_groups<0>();
@@ -111,28 +137,33 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
         for (int half = 0; half < T::kHalves; ++half) settle(c[half]);
         await_cluster();
 
-        // A lane's sums are rows lane / 4 and 8 further of the warp's experts, tokens by pairs.
-        constexpr int kOwners = kBlocks / 4;  // that a lane sends to, in turn
-        const int quad = lane % 4;
+        // A lane's sums are rows lane / 4 and 8 further of the warp's experts, tokens by pairs: to owners in turn.
+        constexpr int kOwners = kBlocks / 4;
+        const int quad = lane % 4, first = side * (T::kColumns / 8);  // four pairs further, as are an instruction's columns
+        const int in_pair = (group * 32 + warp % 4 * 8 + lane / 4) * 16;
+        const uint32_t place = shared_address(stages + T::kReceivedAt) + rank * T::kItems * 16;
         uint32_t to[kOwners], barrier[kOwners];
-        const uint32_t place = shared_address(stages + T::kReceivedAt) + (rank * T::kItems + group * 32 + warp % 4 * 8 + lane / 4) * 16;
 #pragma unroll
-        for (int i = 0; i < kOwners; ++i) to[i] = address_in(place, i * 4 + quad), barrier[i] = address_in(shared_address(&received), i * 4 + quad);
+        for (int i = 0; i < kOwners; ++i) {
+            const int owner = (first + i) % kOwners * 4 + quad;
+            to[i] = address_in(place + in_pair, owner), barrier[i] = address_in(shared_address(&received), owner);
+        }
 #pragma unroll
-        for (int n = 0; n < kTokens / 8; ++n) {
-            if (n * 4 + quad >= pairs) break;
+        for (int n = 0; n < T::kColumns / 8; ++n) {
+            if ((first + n) * 4 + quad >= pairs) break;
             float sum[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 sum[i] = c[0][n * 4 + i];
                 if constexpr (T::kHalves > 1) sum[i] += c[1][n * 4 + i];
             }
-            send(to[n % kOwners] + n / kOwners * T::kPairItems * 16, barrier[n % kOwners], make_float4(sum[0], sum[1], sum[2], sum[3]));
+            const int of_owner = (first + n) / kOwners * T::kPairItems * 16;
+            send(to[n % kOwners] + of_owner, barrier[n % kOwners], make_float4(sum[0], sum[1], sum[2], sum[3]));
         }
     }
     if (own_pairs <= 0) return;
-
     await_barrier(&received, 0);
+
     const float4* parts = reinterpret_cast<const float4*>(stages + T::kReceivedAt);
 #pragma unroll 1
     for (int item = threadIdx.x; item < own_pairs * T::kPairItems; item += T::kThreads) {
@@ -142,7 +173,8 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
         const auto total = [&](float float4::*x) {
             float sum = 0.0f;
 #pragma unroll
-            for (int block = 0; block < kBlocks; block += 3 - T::kHalves) sum += T::kHalves > 1 ? part[block].*x : part[block].*x + part[block + 1].*x;
+            for (int block = 0; block < kBlocks; block += 3 - T::kHalves)
+                sum += T::kHalves > 1 ? part[block].*x : part[block].*x + part[block + 1].*x;
             return score_of(sum);
         };
         const int of_pair = item % T::kPairItems, expert = first_expert + of_pair / 8 * 16 + of_pair % 8;
@@ -213,15 +245,14 @@ cudaError_t run_group(const Gate& gate, void* stream) {
     const auto kernel = route_group<kBlocks, kGroups, kTokens>;
     const cedar_mega_gate_args& a = gate.a;
     CUtensorMap weight_map, x_map;
-    if (!describe_rows(weight_map, a.weight, a.experts, a.hidden, T::kExperts) ||
-        !describe_rows(x_map, a.x, a.rows, a.hidden, kTokens))
+    if (!describe_rows(weight_map, a.weight, a.experts, a.hidden, T::kExperts) || !describe_rows(x_map, a.x, a.rows, a.hidden, kTokens))
         return cudaErrorNotSupported;
     if constexpr (kBlocks > 8) {
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
         if (error != cudaSuccess) return error;
     }
     const dim3 grid(unsigned((a.experts + T::kExperts - 1) / T::kExperts * kBlocks), unsigned((a.rows + kTokens - 1) / kTokens));
-    return launch(kernel, grid, T::kThreads, size_t(T::kShared), kBlocks, false, stream, gate, weight_map, x_map);
+    return launch(kernel, grid, T::kThreads, size_t(T::kShared), kBlocks, true, stream, gate, weight_map, x_map);
 }
 
 }  // namespace cedar::cuda

@@ -5,14 +5,12 @@
 // from the blocks, adds the halves and chooses: nothing goes through device memory.
 #pragma once
 
-#include "gate_choose.cuh"
-#include "gate_multiply.cuh"
-#include "linear_tensor.cuh"
+#include "gate_group.cuh"
 
 namespace cedar::cuda {
 
 constexpr int kManyBlocks = 8, kManyGroups = 3, kManyExperts = kManyGroups * 64, kManyThreads = kManyGroups * 128 + kWarp;
-constexpr int kManyDepth = 64;                 // values of k of a stage: rows of 128 bytes
+constexpr int kManyDepth = kGroupDepth;        // values of k of a stage: rows of 128 bytes
 constexpr int kManyStride = kManyExperts + 4;  // floats of a token's logits: 2 tokens further is 8 banks further
 
 template <int kTokens>
@@ -36,6 +34,8 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     const int64_t first_token = (int64_t(blockIdx.x) / kManyBlocks * 2 + tile) * kTokens;
     const int tokens = int(min(a.rows - first_token, int64_t(kTokens)));  // may be none, or fewer
     const int steps = int(a.hidden) / (2 * kManyDepth);
+    release_launch();
+    if (warp == 1 && lane == 0) prefetch_map(&x_map);
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int slot = 0; slot < T::kStages; ++slot)
@@ -50,17 +50,23 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     if (warp == kManyGroups * 4) {
         prefetch_biases(a, first_token, tokens, lane);
         if (lane == 0) {
-            int slot = 0;
-            uint32_t round = 1;  // the first waits find the stages empty
-            for (int step = 0; step < steps; ++step) {
-                await_barrier(empty + slot, round);  // here and in the blocks that get a part from this one
+            const auto fetch_weights = [&](int step, int slot) {
                 announce_bytes(full + slot, T::kStageBytes);
-                unsigned char* stage = stages + slot * T::kStageBytes;
-                const int k = (half * steps + step) * kManyDepth;
-                copy_box_to_all(stage + tile * (T::kTokensAt / 2), &weight_map, k, 0, (side * 2 + tile) * (kManyExperts / 2), full + slot,
-                                uint16_t(1 << rank | 1 << (rank ^ 2)));
-                copy_box_to_all(stage + T::kTokensAt + side * (kTokens * 64), &x_map, k, 0, int(first_token) + side * (kTokens / 2), full + slot,
-                                uint16_t(1 << rank | 1 << (rank ^ 1)));
+                copy_box_to_all(stages + slot * T::kStageBytes + tile * (T::kTokensAt / 2), &weight_map, (half * steps + step) * kManyDepth, 0,
+                                (side * 2 + tile) * (kManyExperts / 2), full + slot, uint16_t(1 << rank | 1 << (rank ^ 2)));
+            };
+            const int ahead = min(steps, T::kStages);  // the weight does not wait for the launch before
+            for (int step = 0; step < ahead; ++step) fetch_weights(step, step);
+            await_launch();
+            int slot = 0;
+            uint32_t round = 1;
+            for (int step = 0; step < steps; ++step) {
+                if (step >= ahead) {
+                    await_barrier(empty + slot, round);  // here and in the blocks that get a part from this one
+                    fetch_weights(step, slot);
+                }
+                copy_box_to_all(stages + slot * T::kStageBytes + T::kTokensAt + side * (kTokens * 64), &x_map, (half * steps + step) * kManyDepth, 0,
+                                int(first_token) + side * (kTokens / 2), full + slot, uint16_t(1 << rank | 1 << (rank ^ 1)));
                 if (++slot == T::kStages) slot = 0, round ^= 1;
             }
         }
@@ -91,6 +97,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
         await_groups<0>();
         settle(c);
     }
+    await_launch();
     __syncthreads();  // over what was staged
 
     float* logits = reinterpret_cast<float*>(stages);  // [token][expert]
@@ -127,7 +134,7 @@ inline bool fits_many(const cedar_mega_gate_args& a) {
 // rows of 128 bytes of a matrix, as copy_box_to_all takes them.
 inline bool describe_shared(CUtensorMap& map, const void* data, int64_t rows, int64_t width, int box_rows) {
     const cuuint64_t sizes[] = {cuuint64_t(width), 1, cuuint64_t(rows)}, stride = cuuint64_t(width) * sizeof(Bf16), strides[] = {stride, stride};
-    const cuuint32_t box[] = {kManyDepth, 1, cuuint32_t(box_rows)};
+    const cuuint32_t box[] = {kGroupDepth, 1, cuuint32_t(box_rows)};
     return describe(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, data, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
@@ -137,7 +144,7 @@ cudaError_t run_many(const cedar_mega_gate_args& a, void* stream) {
     if (!describe_shared(weight_map, a.weight, a.experts, a.hidden, kManyExperts / 2) || !describe_shared(x_map, a.x, a.rows, a.hidden, kTokens / 2))
         return cudaErrorNotSupported;
     const dim3 grid(unsigned((a.rows + 2 * kTokens - 1) / (2 * kTokens) * kManyBlocks));
-    return launch(route_many<kTokens>, grid, kManyThreads, size_t(ManyTile<kTokens>::kShared), kManyBlocks, false, stream, a, weight_map, x_map);
+    return launch(route_many<kTokens>, grid, kManyThreads, size_t(ManyTile<kTokens>::kShared), kManyBlocks, true, stream, a, weight_map, x_map);
 }
 
 }  // namespace cedar::cuda

@@ -32,6 +32,9 @@ __device__ inline void copy_box(void* shared, const CUtensorMap* map, int x, int
                  : "memory");
 }
 
+// A map, in the launch's parameters, that a thread will soon use.
+__device__ inline void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // To the same place of each of the blocks in the mask, and for the barrier at the same place there.
 __device__ inline void copy_box_to_all(void* shared, const CUtensorMap* map, int x, int y, int z, uint64_t* barrier, uint16_t blocks) {
     asm volatile(
