@@ -4,9 +4,10 @@
 // Where rows are very many, a block takes all tiles of a row, and one row after another. Where they are few, a cluster of eight
 // blocks makes the sums of the cluster of two (attention_few.cuh).
 //
-// In a block of a cluster, two warpgroups decode records into bf16 tiles in shared memory, which hold the keys and, read the
-// other way, the values. Two others each own half of the dimensions: their halves of the scores' sums are exchanged through
-// shared memory, so that both have all scores and the same maxima, and their probabilities never leave registers. At the end
+// In a block, two warpgroups decode records into bf16 tiles in shared memory, which hold the keys and, read the other way, the
+// values. Two others each own half of the dimensions: their halves of the scores' sums are exchanged through shared memory. In a
+// cluster both then have all scores and the same maxima, and their probabilities never leave registers; a block that takes whole
+// rows has no time for that, and its groups make the probabilities of half of a tile's keys each (share_tile). At a cluster's end
 // block r of a cluster gets the other blocks' sums of the r'th part of the dimensions and finishes those. A row's sums thus
 // depend on its own keys alone: not on other rows but for whether they are very many, nor on masked columns.
 #include <algorithm>
@@ -19,23 +20,17 @@
 namespace cedar::cuda {
 namespace attention {
 
-#ifndef CEDAR_ATTENTION_CLUSTER_ROWS
-#define CEDAR_ATTENTION_CLUSTER_ROWS 128
-#endif
-#ifndef CEDAR_ATTENTION_FEW
-#define CEDAR_ATTENTION_FEW 16
-#endif
-
-constexpr int kParts = 2;                                       // blocks of a cluster
-constexpr int64_t kClusterRows = CEDAR_ATTENTION_CLUSTER_ROWS;  // with more rows, one block a row keeps all multiprocessors busy
-constexpr int64_t kFewUnits = CEDAR_ATTENTION_FEW;              // a cluster of eight each has a multiprocessor for every block
+constexpr int kParts = 2;              // blocks of a cluster
+constexpr int64_t kClusterRows = 128;  // with more rows, one block a row keeps all multiprocessors busy
+constexpr int64_t kFewUnits = 16;      // a cluster of eight each has a multiprocessor for every block
 static_assert(kFewParts == kParts, "the same sums");
 
 template <int D, int Parts>
 __global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention_args a, int units) {
     extern __shared__ __align__(1024) uint8_t bytes[];
-    Memory<D>& memory = *reinterpret_cast<Memory<D>*>(bytes);
-    static_assert(sizeof(Memory<D>) <= 227 * 1024, "what a block of sm_90 may have");
+    auto& memory = *reinterpret_cast<Memory<D, Parts>*>(bytes);
+    static_assert(sizeof(memory) <= 227 * 1024, "what a block of sm_90 may have");
+    release_launch();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
             make_barrier(&memory.full[stage], kWriterWarps);
@@ -44,6 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    await_launch();
     const unsigned rank = blockIdx.x % Parts;
     const int first = int(blockIdx.x) / Parts, step = int(gridDim.x) / Parts;
     if (threadIdx.x >= kReaderThreads) {
@@ -62,21 +58,21 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const cedar_mega_attention
 template <int D>
 cudaError_t run(const cedar_mega_attention_args& a, void* stream) {
     const int64_t groups = (a.heads + kHeads - 1) / kHeads, units = a.rows * groups;
-    constexpr size_t kShared = sizeof(Memory<D>);
     if constexpr (D == kFewDim) {
         const Tiles tiles(a);
         if (units <= kFewUnits && tiles.window <= kFewParts && tiles.all <= kFewParts * kFewTiles)
             return launch(attend_few, dim3(unsigned(a.rows * kFewBlocks), unsigned(groups)), kThreads, sizeof(FewMemory), kFewBlocks,
-                          false, stream, a);
+                          true, stream, a);
     }
     if (a.rows <= kClusterRows)
-        return launch(attend<D, kParts>, dim3(unsigned(units * kParts)), kThreads, kShared, kParts, false, stream, a, int(units));
+        return launch(attend<D, kParts>, dim3(unsigned(units * kParts)), kThreads, sizeof(Memory<D, kParts>), kParts, true, stream, a,
+                      int(units));
     int device = 0, processors = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
     const dim3 grid{unsigned(std::min<int64_t>(units, processors))};
-    return launch(attend<D, 1>, grid, kThreads, kShared, 1, false, stream, a, int(units));
+    return launch(attend<D, 1>, grid, kThreads, sizeof(Memory<D, 1>), 1, true, stream, a, int(units));
 }
 
 }  // namespace attention

@@ -63,22 +63,26 @@ __device__ inline void prefetch_bytes(const void* p, uint32_t bytes) {
 
 // ---- shared memory ----
 
+// Of a row: its cosines and sines from the fifth on, as units of 4 pairs may begin earlier, and its heads' sinks, raw.
 template <int D>
-struct Memory {
-    static constexpr int kChunks = D / kChunkDims, kTileBytes = kChunks * kChunkBytes;
-    alignas(1024) uint8_t query[kTileBytes];
-    alignas(1024) uint8_t keys[kStages][kTileBytes];  // at the end, the sums of the cluster's blocks
-    float4 exchange[kReaders][8][kGroupThreads];      // at the end, references and the sums of probabilities
-    float2 turns[4 + D / 2];                          // the row's cosines and sines from the fifth on: units of 4 pairs may begin earlier
-    float sinks[kHeads];                              // raw
-    uint64_t full[kStages], empty[kStages];
-    uint8_t valid[kStages][kWriterWarps];             // a bit per key
-    uint32_t state[kStages];                          // kTile, kLast
-    uint8_t some[2][kMostTiles];                      // of rows in turn: tiles with keys
+struct RowValues {
+    float2 turns[4 + D / 2];
+    float sinks[kHeads];
 };
 
-// Of a stage: it holds a tile, which it does not for a row without keys; it is the row's last.
-constexpr uint32_t kTile = 1, kLast = 2;
+// Parts: blocks of a cluster. A block alone takes many rows, and exchanges half as much.
+template <int D, int Parts>
+struct Memory {
+    static constexpr int kChunks = D / kChunkDims, kTileBytes = kChunks * kChunkBytes, kShared = Parts == 1 ? 4 : 8;
+    alignas(1024) uint8_t query[kTileBytes];
+    alignas(1024) uint8_t keys[kStages][kTileBytes];    // at the end, the sums of the cluster's blocks
+    float4 exchange[kReaders][kShared][kGroupThreads];  // at the end, references and the sums of probabilities
+    RowValues<D> values[Parts == 1 ? 2 : 1];            // of rows in turn
+    uint64_t full[kStages], empty[kStages];
+    uint8_t valid[kStages][kWriterWarps];  // a bit per key
+    bool last[kStages];                    // the row's last tile
+    uint8_t some[2][kMostTiles];           // of rows in turn: tiles with keys
+};
 
 // A row and 64 of its heads.
 struct Unit {
@@ -102,11 +106,17 @@ struct Tiles {
 
 // A unit of 8 dimensions lies in the order 0 4 1 5 2 6 3 7, which is what decoding gives without moving codes.
 
-// The record of a column of a row's tile, 0: none.
-__device__ inline int64_t index_at(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
+// Where the record of a column of a row's tile is named, nullptr: nowhere.
+__device__ inline const int64_t* place_of_index(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
     const bool entry = tile >= tiles.window;
     const int64_t column = int64_t(entry ? tile - tiles.window : tile) * kTileRows + key, width = entry ? a.entry_width : a.window_width;
-    return column < width ? __ldg((entry ? a.entry_index : a.window_index) + row * width + column) : 0;
+    return column < width ? (entry ? a.entry_index : a.window_index) + row * width + column : nullptr;
+}
+
+// The record of a column of a row's tile, 0: none.
+__device__ inline int64_t index_at(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
+    const int64_t* place = place_of_index(a, tiles, row, tile, key);
+    return place != nullptr ? __ldcg(place) : 0;
 }
 
 // The record of a column of a row's tile in two steps: the number is asked for without a branch, at whose end it would be waited for.

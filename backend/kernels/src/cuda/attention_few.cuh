@@ -11,17 +11,18 @@
 
 namespace cedar::cuda::attention {
 
-// References of rows g and g + 8 of 16 heads, and what sums are multiplied by before a tile is added.
+// References of rows g and g + 8 of 16 heads, and what sums are multiplied by before a tile is added. Of a part with at most `Most` tiles.
+template <int Most>
 struct References {
     Softmax last;
-    float factors[kFewTiles][2], reference[kFewTiles][2];
+    float factors[Most][2], reference[Most][2];
 
     __device__ References(int count, int slot, int quad, float scale, const FewMemory& memory) {
-        float highest[kFewTiles][2], others[kFewTiles][2];
+        float highest[Most][2], others[Most][2];
         memory.highest[2 * quad].take(slot, highest);
         memory.highest[2 * quad + 1].take(slot, others);
 #pragma unroll
-        for (int t = 0; t < kFewTiles; ++t)
+        for (int t = 0; t < Most; ++t)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float most = max_lanes(fmaxf(highest[t][half], others[t][half]), 4) * scale;
@@ -32,43 +33,31 @@ struct References {
 };
 
 // The scores of this block's keys, each group's half of the dimensions.
-__device__ inline void multiply_keys(float (&s)[kKeyColumns][4], int count, int group, FewMemory& memory) {
-    constexpr int kHalf = kFewDim / kReaders / kChunkDims;
-    const uint32_t query = shared_address(memory.query) + group * kHalf * kChunkBytes;
-    const uint32_t keys = shared_address(memory.keys) + group * kHalf * kKeyChunk;
-    const auto multiply = [&](auto& c) {
-        settle(c);
-        open_products();
-        multiply_few<kHalf>(c, query, keys);
-        close_products();
-        await_products();
-        settle(c);
-    };
-    if (count > 1) {
-        multiply(s);
-    } else {
-        float one[2][4];
-        multiply(one);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) s[i / 4][i % 4] = one[i / 4][i % 4];
-    }
+template <int N>
+__device__ inline void multiply_keys(float (&s)[N][4], const QueryHalf& query, int group, const FewMemory& memory) {
+    settle(s);
+    open_products();
+    multiply_few(s, query.steps, shared_address(memory.keys) + group * (kFewDim / kReaders / kChunkDims) * kKeyChunk);
+    close_products();
+    await_products();
+    settle(s);
 }
 
 // Both groups' halves together: a group goes on with 8 of a tile's 16 keys, masked ones having no score.
-__device__ inline void add_halves(const float (&s)[kKeyColumns][4], float (&mine)[kFewTiles][4], const PartTiles& tiles, int slice,
+template <int Most>
+__device__ inline void add_halves(const float (&s)[Most * 2][4], float (&mine)[Most][4], const PartTiles& tiles, int slice,
                                   int group, int thread, FewMemory& memory) {
-    meet<kGroupThreads>(kWriterBarrier + 1 + group);  // no warp of the group reads its half of the query any more
     const auto half_of = [&](int t, int of, int i) { return of == 0 ? s[2 * t][i] : s[2 * t + 1][i]; };
 #pragma unroll
-    for (int t = 0; t < kFewTiles; ++t)
+    for (int t = 0; t < Most; ++t)
         if (t < tiles.count)
-            memory.exchange[group][t * kGroupThreads + thread] =
+            memory.exchange[group][t][thread] =
                 make_float4(half_of(t, 1 - group, 0), half_of(t, 1 - group, 1), half_of(t, 1 - group, 2), half_of(t, 1 - group, 3));
     meet<2 * kWarp>(kPairBarrier + thread / kWarp);
 #pragma unroll
-    for (int t = 0; t < kFewTiles; ++t) {
+    for (int t = 0; t < Most; ++t) {
         if (t < tiles.count) {
-            const float4 v = memory.exchange[1 - group][t * kGroupThreads + thread];
+            const float4 v = memory.exchange[1 - group][t][thread];
             const float other[4] = {v.x, v.y, v.z, v.w};
             const uint2 index = *reinterpret_cast<const uint2*>(&memory.index[tiles.tile[t]][slice * 16 + group * 8 + thread % 4 * 2]);
 #pragma unroll
@@ -82,41 +71,54 @@ __device__ inline void add_halves(const float (&s)[kKeyColumns][4], float (&mine
 }
 
 // The maxima of this group's keys to all blocks of the part, of which a quad has four lanes.
-__device__ inline void give_maxima(const float (&s)[kFewTiles][4], int count, int part, int from, int thread, FewMemory& memory) {
-    float highest[kFewTiles][2];
+template <int Most>
+__device__ inline void give_maxima(const float (&s)[Most][4], int count, int part, int from, int thread, FewMemory& memory) {
+    float highest[Most][2];
 #pragma unroll
-    for (int t = 0; t < kFewTiles; ++t)
+    for (int t = 0; t < Most; ++t)
 #pragma unroll
         for (int half = 0; half < 2; ++half) highest[t][half] = max_lanes(fmaxf(s[t][2 * half], s[t][2 * half + 1]), 4);
     const int to = part * kSlices + thread % 4;
     memory.highest[from].give(to, thread / 4, highest, count, memory.landed[kMaxima]);
 }
 
-// The probabilities of this group's keys to all blocks of the part; their sums to the one that adds up these heads'.
-__device__ inline void give_probabilities(const float (&s)[kFewTiles][4], int count, const References& references, float scale, int part,
+// The probabilities of this group's keys to all blocks of the part, two tiles at a time, so that sums begin with the first of them;
+// the probabilities' sums to the block that adds up these heads'.
+template <int Most>
+__device__ inline void give_probabilities(const float (&s)[Most][4], int count, const References<Most>& references, float scale, int part,
                                           int slice, int group, int thread, FewMemory& memory) {
-    float rounded[kFewTiles][2], pairs[kFewTiles][2];
+    auto& place = memory.arrivals.p[slice][group];
+    float pairs[Most][2];
 #pragma unroll
-    for (int t = 0; t < kFewTiles; ++t)
+    for (int i = 0; 2 * i < Most; ++i) {
+        if (count <= 2 * i) break;
+        float rounded[Most][2] = {};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float a = power_of_two(fmaf(s[t][2 * half], scale, -references.reference[t][half]));
-            const float b = power_of_two(fmaf(s[t][2 * half + 1], scale, -references.reference[t][half]));
-            const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
-            rounded[t][half] = __uint_as_float(*reinterpret_cast<const uint32_t*>(&both));
-            pairs[t][half] = a + b;
-        }
+        for (int t = 2 * i; t < min(2 * i + 2, Most); ++t)
 #pragma unroll
-    for (int to = 0; to < kSlices; ++to)
-        memory.arrivals.p[slice][group].give(part * kSlices + to, thread, rounded, count, memory.landed[kProbabilities]);
+            for (int half = 0; half < 2; ++half) {
+                const float a = power_of_two(fmaf(s[t][2 * half], scale, -references.reference[t][half]));
+                const float b = power_of_two(fmaf(s[t][2 * half + 1], scale, -references.reference[t][half]));
+                const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+                rounded[t][half] = __uint_as_float(*reinterpret_cast<const uint32_t*>(&both));
+                pairs[t][half] = a + b;
+            }
+        const float4 two = place.two_of(rounded, i);
+#pragma unroll
+        for (int step = 1; step < kSlices; ++step)  // each block in turn another one
+            place.give(part * kSlices + (slice + step) % kSlices, thread, i, two, memory.probabilities[i]);
+        place.keep(thread, i, two);
+        __syncwarp();
+        if (thread % kWarp == 0) arrive(&memory.probabilities[i]);
+    }
     memory.arrivals.pairs[slice * kReaders + group].give(part * kSlices + thread / kWarp, thread % kWarp, pairs, count,
-                                                         memory.landed[kProbabilities]);
+                                                         memory.landed[kTotals]);
 }
 
 // The sums of the probabilities of 16 heads, with their references, to all blocks of the cluster. A warp.
 __device__ inline void give_notes(int count, float scale, int part, int slice, FewMemory& memory) {
     const int lane = thread_now() % kWarp, quad = lane % 4, slot = slice * 8 + lane / 4;
-    const References references(count, slot, quad, scale, memory);
+    const References<kFewTiles> references(count, slot, quad, scale, memory);
     float totals[kFewTiles][2] = {}, sum[2] = {};
 #pragma unroll
     for (int from = 0; from < kSlices * kReaders; ++from) {
@@ -140,7 +142,8 @@ __device__ inline void give_notes(int count, float scale, int part, int slice, F
 }
 
 // The part's sums of 64 dimensions of the block's.
-__device__ inline void mix_values(float (&sums)[kColumnsFew][4], int count, const References& references, int group, int thread,
+template <int Most>
+__device__ inline void mix_values(float (&sums)[kColumnsFew][4], int count, const References<Most>& references, int group, int thread,
                                   FewMemory& memory) {
     uint32_t p[2][kTileSteps][4];
 #pragma unroll
@@ -148,7 +151,7 @@ __device__ inline void mix_values(float (&sums)[kColumnsFew][4], int count, cons
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
 #pragma unroll
-    for (int t = 0; t < kFewTiles; ++t) {
+    for (int t = 0; t < Most; ++t) {
         if (t >= count) break;
         if (t > 0) {
             await_products();
@@ -161,6 +164,7 @@ __device__ inline void mix_values(float (&sums)[kColumnsFew][4], int count, cons
             }
         }
         if (t % 2 == 0) {
+            await_phase(&memory.probabilities[t / 2], 0);
 #pragma unroll
             for (int step = 0; step < kTileSteps; ++step)
 #pragma unroll
@@ -172,7 +176,7 @@ __device__ inline void mix_values(float (&sums)[kColumnsFew][4], int count, cons
         }
         settle(sums);
         open_products();
-        mix_tile(sums, p[t % 2], shared_address(memory.values_of(t)) + group * kChunkBytes);
+        mix_tile(sums, p[t % 2], shared_address(memory.values[t]) + group * kChunkBytes);
         close_products();
     }
     await_products();
@@ -207,23 +211,32 @@ __device__ inline void finish_parts(const cedar_mega_attention_args& a, const Un
     }
 }
 
-// The groups that multiply.
-__device__ inline void multiply_part(const cedar_mega_attention_args& a, const Unit& at, const float (&sinks)[2], const PartTiles& mine,
-                                     int part, int slice, FewMemory& memory) {
-    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-    const float scale = float(a.scale) * 1.44269504f * kShrunk;
-    const int other = (1 - part) * kSlices + slice;
-    float scores[kKeyColumns][4], halves[kFewTiles][4], sums[kColumnsFew][4];
-    if (mine.count > 0) multiply_keys(scores, mine.count, group, memory);
+// The part's sums of this block's dimensions: a warpgroup has half of them. Of a part with at most `Most` tiles.
+template <int Most>
+__device__ inline void sum_part(float (&sums)[kColumnsFew][4], const QueryHalf& query, float scale, const PartTiles& mine, int part, int slice,
+                                int group, int thread, FewMemory& memory) {
+    float scores[Most * 2][4], halves[Most][4];
+    if (mine.count > 0) multiply_keys(scores, query, group, memory);
     add_halves(scores, halves, mine, slice, group, thread, memory);
     give_maxima(halves, mine.count, part, slice * kReaders + group, thread, memory);
-    if (thread % kWarp == 0) arrive_at(address_in(shared_address(&memory.free), other));
+    if (thread % kWarp == 0) arrive_at(address_in(shared_address(&memory.free), (1 - part) * kSlices + slice));
     await_phase(&memory.landed[kMaxima], 0);
-    const References references(mine.count, thread / 4, thread % 4, scale, memory);
+    const References<Most> references(mine.count, thread / 4, thread % 4, scale, memory);
     give_probabilities(halves, mine.count, references, scale, part, slice, group, thread, memory);
     await_phase(&memory.values_there, 0);
-    await_phase(&memory.landed[kProbabilities], 0);
     mix_values(sums, mine.count, references, group, thread, memory);
+}
+
+// The groups that multiply.
+__device__ inline void multiply_part(const cedar_mega_attention_args& a, const Unit& at, const float (&sinks)[2], const QueryHalf& query,
+                                     const PartTiles& mine, int part, int slice, FewMemory& memory) {
+    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, other = (1 - part) * kSlices + slice;
+    const float scale = float(a.scale) * 1.44269504f * kShrunk;
+    float sums[kColumnsFew][4];
+    if (mine.count > 1)
+        sum_part<kFewTiles>(sums, query, scale, mine, part, slice, group, thread, memory);
+    else
+        sum_part<1>(sums, query, scale, mine, part, slice, group, thread, memory);
     if (group == part) {
         await_phase(&memory.landed[kSums], 0);
         finish_parts(a, at, sinks, sums, part, slice, thread, memory);
@@ -247,78 +260,103 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
     const Unit at(int(blockIdx.x) / kFewBlocks, int(blockIdx.y) * kHeads);
     const Tiles tiles(a);
 
-    // what depends on nothing
-    int64_t index[2] = {};
-    if (warp < tiles.all)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) index[half] = index_at(a, tiles, at.row, warp, lane + half * kWarp);
-    float2 turn = {};
-    const bool turns = int(threadIdx.x) < a.pairs;
-    if (turns) turn = make_float2(__ldg(a.cos + at.row * a.pairs + threadIdx.x), __ldg(a.sin + at.row * a.pairs + threadIdx.x));
+    // what no earlier launch writes, before it ends
+    release_launch();
     float sinks[2] = {};
     if (warp / 4 == part)
         for (int half = 0; half < 2; ++half) sinks[half] = raw_sink(a, at, threadIdx.x % kGroupThreads, half);
-    if (multiplies) Query<kFewDim>(memory).fetch(a, at);
     if (threadIdx.x == kThreads - 1) {
         for (uint64_t& barrier : memory.landed) start_barrier(&barrier);
+        for (uint64_t& barrier : memory.probabilities) start_barrier(&barrier, 1 + kReaderThreads / kWarp);
         make_barrier(&memory.free, kReaderThreads / kWarp);
         make_barrier(&memory.values_there, kWriterWarps);
         publish_barriers();
     }
     __syncwarp();
     arrive_at_cluster();
-    if (warp < tiles.all) {
+    const int64_t* places[2] = {};
+    if (warp < tiles.all)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) memory.index[warp][lane + half * kWarp] = uint32_t(index[half]);
-        const bool any = __any_sync(kAllLanes, index[0] != 0 || index[1] != 0);
-        if (lane == 0) memory.some[warp] = any;
-    }
-    if (turns) memory.turns[4 + threadIdx.x] = turn;
-    __syncthreads();
+        for (int half = 0; half < 2; ++half) places[half] = place_of_index(a, tiles, at.row, warp, lane + half * kWarp);
+    const Guess guess(a, tiles, at.row, part, slice * 16 + warp);  // a warp has one of the block's keys in each tile
+    const bool turns = int(threadIdx.x) < a.pairs;
+    const int64_t pair = turns ? at.row * a.pairs + threadIdx.x : 0;
+    const float *cosine = a.cos + pair, *sine = a.sin + pair;
+    asm volatile("" : "+l"(places[0]), "+l"(places[1]), "+l"(cosine), "+l"(sine));  // computed here, not when they are waited for
 
-    // a warp has one of the block's keys in each tile
-    const PartTiles mine(tiles, part, memory);
+    // The groups that multiply need more registers from here on, so what all do is there twice.
+    const auto gather = [&](Pieces& keys, const auto& fetch_more) {
+        await_launch();
+        uint32_t guessed[kFewTiles];
+        guess.take(a, guessed);
+        uint32_t index[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) index[half] = load_word(a, places[half], places[half] != nullptr);
+        const float2 turn = make_float2(__uint_as_float(load_word(a, cosine, turns)), __uint_as_float(load_word(a, sine, turns)));
+        fetch_more();
+        if (warp < tiles.all) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) memory.index[warp][lane + half * kWarp] = index[half];
+            const bool any = __any_sync(kAllLanes, index[0] != 0 || index[1] != 0);
+            if (lane == 0) memory.some[warp] = any;
+        }
+        if (turns) memory.turns[4 + threadIdx.x] = turn;
+        keys.load(a, guessed, guess.count, guess.window, lane);
+        meet<kThreads>(kBlockBarrier);
+        const PartTiles mine(tiles, part, memory);
+        if (!mine.in_order) keys.load(a, mine, slice * 16 + warp, lane, memory);
+        return mine;
+    };
+    const auto decode_keys = [&](const Pieces& keys, const PartTiles& mine) {
+        const PiecePlaces places = PiecePlaces::in<kKeyChunk>(warp, lane);
+#pragma unroll
+        for (int t = 0; t < kFewTiles; ++t)
+            if (t < mine.count) keys.store(t, mine, shared_address(memory.keys) + t * 16 * kRowBytes, places);
+        publish_tiles();
+        meet<kThreads>(kBlockBarrier);
+        await_cluster();  // all blocks have started
+    };
     Pieces keys;
-    Pieces values[kValueKeys];
-    keys.load(a, mine, slice * 16 + warp, lane, memory);
-    if (multiplies)
-        Query<kFewDim>(memory).finish(a, [&](int pair) { return memory.turns[4 + pair]; });
-    else
-#pragma unroll
-        for (int half = 0; half < kValueKeys; ++half)
-            values[half].load(a, mine, value_key(half), slice * kValuePieces + value_piece(), memory);
-    if (threadIdx.x == kThreads - 1) {
-        expect_bytes(&memory.landed[kMaxima], kSlices * kReaders * Parcel<kWarp>::bytes(mine.count));
-        expect_bytes(&memory.landed[kProbabilities],
-                     kSlices * kReaders * (Parcel<kGroupThreads>::bytes(mine.count) + Parcel<kWarp>::bytes(mine.count)));
-        expect_bytes(&memory.landed[kSums], sizeof(memory.arrivals.sums) + sizeof(memory.notes));
-    }
-#pragma unroll
-    for (int t = 0; t < kFewTiles; ++t)
-        if (t < mine.count) keys.store<kKeyChunk>(t, mine, shared_address(memory.keys), t * 16 + warp, lane);
-    publish_tiles();
-    __syncthreads();
-    await_cluster();  // all blocks have started
     if (multiplies) {
         take_registers<kFewRegisters>();
-        multiply_part(a, at, sinks, mine, part, slice, memory);
+        const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+        QueryHalf query;
+        const PartTiles mine = gather(keys, [&] { query.load(a, at, group, thread); });
+        query.finish(thread, memory.turns + 4);
+        decode_keys(keys, mine);
+        multiply_part(a, at, sinks, query, mine, part, slice, memory);
         return;
     }
     give_registers<2 * 128 - kFewRegisters>();
+    const PartTiles mine = gather(keys, [] {});
+    if (threadIdx.x == kThreads - 1) {
+        expect_bytes(&memory.landed[kMaxima], kSlices * kReaders * Parcel<kWarp>::bytes(mine.count));
+        expect_bytes(&memory.landed[kTotals], kSlices * kReaders * Parcel<kWarp>::bytes(mine.count));
+#pragma unroll
+        for (int i = 0; i < kTwos; ++i)
+            if (2 * i < mine.count)
+                expect_bytes(&memory.probabilities[i], kReaders * (kSlices - 1) * Parcel<kGroupThreads>::bytes_of_two(i));
+        expect_bytes(&memory.landed[kSums], sizeof(memory.arrivals.sums) + sizeof(memory.notes));
+    }
+    Pieces values[kValueKeys];
+#pragma unroll
+    for (int half = 0; half < kValueKeys; ++half)
+        values[half].load(a, mine, value_key(half), slice * kValuePieces + value_piece(), memory);
+    decode_keys(keys, mine);
+    const PiecePlaces value_places = PiecePlaces::in<kChunkBytes>(value_key(0), value_piece());
 #pragma unroll
     for (int t = 0; t < kFewTiles; ++t) {
         if (t >= mine.count) break;
-        if (t == kFewTiles - 1) await_phase(&memory.landed[kMaxima], 0);  // nobody in the block needs the query any more
 #pragma unroll
         for (int half = 0; half < kValueKeys; ++half)
-            values[half].store<kChunkBytes>(t, mine, shared_address(memory.values_of(t)), value_key(half), value_piece());
+            values[half].store(t, mine, shared_address(memory.values[t]) + half * (kTileRows / kValueKeys) * kRowBytes, value_places);
     }
     publish_tiles();
     __syncwarp();
     if (lane == 0) arrive(&memory.values_there);
     if (warp != kReaderThreads / kWarp) return;
     await_phase(&memory.landed[kMaxima], 0);
-    await_phase(&memory.landed[kProbabilities], 0);
+    await_phase(&memory.landed[kTotals], 0);
     give_notes(mine.count, float(a.scale) * 1.44269504f * kShrunk, part, slice, memory);
 }
 

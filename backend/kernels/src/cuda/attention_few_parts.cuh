@@ -14,6 +14,14 @@ __device__ inline void arrive_at(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The word at a place if there is one, and 0 otherwise. In its order among waits, where the compiler moves __ldg to before await_launch();
+// and without a branch, at whose end the word would be waited for: of a sink instead.
+__device__ inline uint32_t load_word(const cedar_mega_attention_args& a, const void* p, bool there) {
+    uint32_t x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(there ? p : a.sink));
+    return there ? x : 0;
+}
+
 // Two numbers of each of the part's tiles from each of `Slots` threads.
 template <int Slots>
 struct Parcel {
@@ -21,17 +29,47 @@ struct Parcel {
     float4 four[2][Slots];
     float2 last[Slots];
 
+    // Of tiles 2 i and 2 i + 1.
+    __device__ static constexpr uint32_t bytes_of_two(int i) { return Slots * (i < kFewTiles / 2 ? sizeof(float4) : sizeof(float2)); }
+
     // Of so many tiles.
     __device__ static uint32_t bytes(int count) {
         return Slots * ((min(count, 4) + 1) / 2 * sizeof(float4) + (count > 4 ? sizeof(float2) : 0));
     }
 
-    // To this place in the memory of block `to`, announced to that block's barrier.
-    __device__ void give(int to, int slot, const float (&x)[kFewTiles][2], int count, uint64_t& barrier) const {
+    // Tiles 2 i and 2 i + 1 to this place in the memory of block `to`, announced to that block's barrier.
+    __device__ void give(int to, int slot, int i, float4 x, uint64_t& barrier) const {
         const uint32_t landed = address_in(shared_address(&barrier), to);
-        if (count > 0) send(address_in(shared_address(&four[0][slot]), to), landed, make_float4(x[0][0], x[0][1], x[1][0], x[1][1]));
-        if (count > 2) send(address_in(shared_address(&four[1][slot]), to), landed, make_float4(x[2][0], x[2][1], x[3][0], x[3][1]));
-        if (count > 4) send_pair(address_in(shared_address(&last[slot]), to), landed, x[4][0], x[4][1]);
+        if (i < kFewTiles / 2)
+            send(address_in(shared_address(&four[i][slot]), to), landed, x);
+        else
+            send_pair(address_in(shared_address(&last[slot]), to), landed, x.x, x.y);
+    }
+
+    // All of them.
+    template <int Most>
+    __device__ void give(int to, int slot, const float (&x)[Most][2], int count, uint64_t& barrier) const {
+#pragma unroll
+        for (int i = 0; 2 * i < Most; ++i)
+            if (count > 2 * i) give(to, slot, i, two_of(x, i), barrier);
+    }
+
+    // To this place in the block's own memory.
+    __device__ void keep(int slot, int i, float4 x) {
+        if (i < kFewTiles / 2)
+            four[i][slot] = x;
+        else
+            last[slot] = make_float2(x.x, x.y);
+    }
+
+    // Of tiles 2 i and 2 i + 1, as far as there are any.
+    template <int Most>
+    __device__ static float4 two_of(const float (&x)[Most][2], int i) {
+        float v[4] = {};
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            if (2 * i + k / 2 < Most) v[k] = x[2 * i + k / 2][k % 2];
+        return make_float4(v[0], v[1], v[2], v[3]);
     }
 
     // Of tiles t and t + 1; of the last one, its own twice.
@@ -42,12 +80,13 @@ struct Parcel {
     }
 
     // Those of tiles that the part does not have are anything.
-    __device__ void take(int slot, float (&x)[kFewTiles][2]) const {
+    template <int Most>
+    __device__ void take(int slot, float (&x)[Most][2]) const {
 #pragma unroll
-        for (int t = 0; t < kFewTiles; t += 2) {
+        for (int t = 0; t < Most; t += 2) {
             const float4 v = two(t, slot);
             x[t][0] = v.x, x[t][1] = v.y;
-            if (t + 1 < kFewTiles) x[t + 1][0] = v.z, x[t + 1][1] = v.w;
+            if (t + 1 < Most) x[t + 1][0] = v.z, x[t + 1][1] = v.w;
         }
     }
 };
@@ -60,38 +99,34 @@ struct Arrivals {
     float4 sums[kColumnsFew][kGroupThreads];
 };
 
-constexpr int kMaxima = 0, kProbabilities = 1, kSums = 2;
+constexpr int kMaxima = 0, kTotals = 1, kSums = 2, kTwos = (kFewTiles + 1) / 2;
 
 // A slot of 32 is that of a quad: rows g and g + 8 of 16 heads.
 struct FewMemory {
     union {
-        alignas(1024) uint8_t query[kHeads * kFewDim * 2];
-        float4 exchange[kReaders][kHeads * kFewDim * 2 / kReaders / sizeof(float4)];  // of a group, in its half of the query
-        uint8_t last_values[kValueBytes];
-    };
-    union {
         alignas(1024) uint8_t keys[kFewDim / kChunkDims * kKeyChunk];
         Arrivals arrivals;
     };
-    alignas(1024) uint8_t values[kFewTiles - 1][kValueBytes];
+    alignas(1024) uint8_t values[kFewTiles][kValueBytes];
+    float4 exchange[kReaders][kFewTiles][kGroupThreads];
     Parcel<kWarp> highest[kSlices * kReaders];  // scores of 8 keys in each tile
     float4 notes[kFewParts][kWarp];             // references and sums of probabilities
     uint32_t index[kFewParts * kFewTiles][kTileRows];
     float2 turns[4 + kFewDim / 2];
-    uint64_t landed[3], free, values_there;  // free: nobody in the other part's block with the same dimensions needs its keys any more
+    uint64_t landed[3], probabilities[kTwos], values_there;  // probabilities: of two tiles each
+    uint64_t free;  // nobody in the other part's block with the same dimensions needs its keys any more
     uint8_t some[kWarp];
-
-    __device__ uint8_t* values_of(int t) { return t < kFewTiles - 1 ? values[t] : last_values; }
 };
 
 // A part's tiles: every other one of those of the row that have keys. Only the first may be of window records.
 struct PartTiles {
     int tile[kFewTiles], count;
-    bool window;
+    bool window, in_order;  // in_order: before those of the row that have keys, there are none that have not
 
     __device__ PartTiles(const Tiles& tiles, int part, const FewMemory& memory) {
         const int lane = threadIdx.x % kWarp;
         uint32_t left = __ballot_sync(kAllLanes, lane < tiles.all && memory.some[lane] != 0);
+        in_order = (left & (left + 1)) == 0;
         count = (__popc(left) + kFewParts - 1 - part) / kFewParts;
         if (part > 0) left &= left - 1;
 #pragma unroll
@@ -104,6 +139,96 @@ struct PartTiles {
     }
 };
 
+// A group's half of the query's dimensions as the rows of the matrix instruction, 16 at a time, in a thread's registers.
+struct QueryHalf {
+    static constexpr int kPieces = kFewDim / kReaders / 32;  // a thread fetches 8 of 32 dimensions, of rows g and g + 8
+    uint32_t steps[2 * kPieces][4];
+    int left;  // from the first rotary dimension to the thread's first
+
+    __device__ void load(const cedar_mega_attention_args& a, const Unit& at, int group, int thread) {
+        const int row = thread / kWarp * 16 + thread % kWarp / 4, unit = group * (kFewDim / kReaders / 8) + thread % 4;
+        left = unit * 8 - (kFewDim - 2 * int(a.pairs));
+        const int last = int(a.heads) - at.first_head - 1;  // whose dimensions those have that are no heads
+        const Bf16* from = static_cast<const Bf16*>(a.query) + (at.row * a.heads + at.first_head + min(row, last)) * kFewDim + unit * 8;
+        const int heads = max(last - row, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                const uint4 v = *reinterpret_cast<const uint4*>(from + min(half * 8, heads) * kFewDim + piece * 32);
+                steps[2 * piece][half] = v.x, steps[2 * piece][half + 2] = v.y;
+                steps[2 * piece + 1][half] = v.z, steps[2 * piece + 1][half + 2] = v.w;
+            }
+    }
+
+    // Rotated, and in the order of the keys' dimensions. turns: of the row.
+    __device__ void finish(int thread, const float2* turns) {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+            uint32_t(&low)[4] = steps[2 * piece], (&high)[4] = steps[2 * piece + 1];
+            const int here = left + piece * 32;
+            if (here > -8) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const float2 by = turns[here / 2 + k];
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        uint32_t& pair = (k < 2 ? low : high)[half + k % 2 * 2];
+                        pair = here + 2 * k < 0 ? pair : turn_pair(pair, by.x, by.y);
+                    }
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t v[4] = {low[half], low[half + 2], high[half], high[half + 2]};
+                uint32_t w[4] = {__byte_perm(v[0], v[2], 0x5410), __byte_perm(v[0], v[2], 0x7632), __byte_perm(v[1], v[3], 0x5410),
+                                 __byte_perm(v[1], v[3], 0x7632)};
+                transpose_quad(w, thread % 4);
+                low[half] = w[0], low[half + 2] = w[1], high[half] = w[2], high[half + 2] = w[3];
+            }
+        }
+    }
+};
+
+// The records of a key of each of a part's tiles if the row's tiles are in order, which is not known yet. What is computed in advance
+// needs nothing of earlier launches.
+struct Guess {
+    const int64_t *first, *others;
+    int left;  // columns from that of the second tile on
+    int count;
+    bool window;
+
+    __device__ Guess(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int part, int key)
+        : count((tiles.all + kFewParts - 1 - part) / kFewParts), window(part < tiles.window) {
+        first = count > 0 ? place_of_index(a, tiles, row, part, key) : nullptr;
+        const int column = (part + kFewParts - tiles.window) * kTileRows + key;
+        others = a.entry_index + row * a.entry_width + column;
+        left = int(a.entry_width) - column;
+        asm volatile("" : "+l"(first), "+l"(others), "+r"(left));
+    }
+
+    __device__ void take(const cedar_mega_attention_args& a, uint32_t (&index)[kFewTiles]) const {
+        index[0] = load_word(a, first, first != nullptr);
+#pragma unroll
+        for (int t = 1; t < kFewTiles; ++t) {
+            constexpr int kStep = kFewParts * kTileRows;
+            index[t] = load_word(a, others + (t - 1) * kStep, t < count && (t - 1) * kStep < left);
+        }
+    }
+};
+
+// Where the two units of a piece lie in a row of chunks of `Chunk` bytes; swapped: the second one is stored first, see Decoder::place.
+struct PiecePlaces {
+    template <int Chunk>
+    __device__ static PiecePlaces in(int row, int piece) {
+        const bool swapped = piece / 4 & 1;
+        const uint32_t first = uint32_t(piece / 4 * Chunk) + unit_at(row, piece % 4 * 2 + swapped);
+        return {first, first ^ 16, swapped};
+    }
+    uint32_t first, second;
+    bool swapped;
+};
+
 // 16 dimensions of a key in each of the part's tiles.
 struct Pieces {
     using Window = Decoder<kFewDim, CEDAR_RECORD_FP8>;
@@ -112,17 +237,14 @@ struct Pieces {
     Entry::Raw others[kFewTiles - 1];
     uint32_t present;
 
-    __device__ void load(const cedar_mega_attention_args& a, const PartTiles& tiles, int key, int piece, const FewMemory& memory) {
-        // all numbers of records first: the trips to shared memory are one after another otherwise
-        uint32_t index[kFewTiles];
-#pragma unroll
-        for (int t = 0; t < kFewTiles; ++t) index[t] = memory.index[tiles.tile[t]][key];
+    // A key of each of so many tiles, the first of which may be of window records.
+    __device__ void load(const cedar_mega_attention_args& a, const uint32_t (&index)[kFewTiles], int count, bool window, int piece) {
         present = 0;
 #pragma unroll
         for (int t = 0; t < kFewTiles; ++t) {
-            if (t >= tiles.count) break;
+            if (t >= count) break;
             present |= uint32_t(index[t] != 0) << t;
-            if (t == 0 && tiles.window) {
+            if (t == 0 && window) {
                 first = Window::load(static_cast<const uint8_t*>(a.window), index[t], piece);
                 continue;
             }
@@ -134,16 +256,32 @@ struct Pieces {
         }
     }
 
-    // Tile t's to a row of chunks of `Chunk` bytes.
-    template <int Chunk>
-    __device__ void store(int t, const PartTiles& tiles, uint32_t chunks, int row, int piece) const {
-        const uint32_t place = uint32_t(piece / 4 * Chunk) + unit_at(row, piece % 4 * 2 + (piece / 4 & 1));
+    __device__ void load(const cedar_mega_attention_args& a, const PartTiles& tiles, int key, int piece, const FewMemory& memory) {
+        // all numbers of records first: the trips to shared memory are one after another otherwise
+        uint32_t index[kFewTiles];
+#pragma unroll
+        for (int t = 0; t < kFewTiles; ++t) index[t] = memory.index[tiles.tile[t]][key];
+        load(a, index, tiles.count, tiles.window, piece);
+    }
+
+    // Tile t's to its places in a tile in shared memory.
+    __device__ void store(int t, const PartTiles& tiles, uint32_t to, const PiecePlaces& places) const {
         const bool is_key = present >> t & 1;
         if (t == 0 && tiles.window)
-            Window::store(first, is_key, chunks, place, 0, piece);
+            put<Window>(first, is_key, to, places);
         else
-            Entry::store(t == 0 ? Entry::Raw{{first.words[0], first.words[1]}, first.scale} : others[t == 0 ? 0 : t - 1], is_key, chunks,
-                         place, 0, piece);
+            put<Entry>(t == 0 ? Entry::Raw{{first.words[0], first.words[1]}, first.scale} : others[t == 0 ? 0 : t - 1], is_key, to, places);
+    }
+
+    // As Decoder::store does.
+    template <class Form>
+    __device__ static void put(const typename Form::Raw& raw, bool is_key, uint32_t to, const PiecePlaces& places) {
+        const __nv_bfloat162 by = Form::factor(is_key ? raw.scale : 0);
+        typename Form::Raw turned = raw;
+#pragma unroll
+        for (int i = 0; i < Form::kWords; ++i) turned.words[i] = places.swapped ? raw.words[i ^ Form::kWords / 2] : raw.words[i];
+        store_unit(to + places.first, Form::unit(turned, 0, by));
+        store_unit(to + places.second, Form::unit(turned, 1, by));
     }
 };
 

@@ -89,17 +89,16 @@ struct Query {
     uint32_t tile;
 };
 
-// The row's cosines and sines and its heads' sinks, for its outputs. The readers, who have them when they meet next.
+// What a row's outputs need. The readers, who have it when they meet next.
 template <int D>
-__device__ void stage_row(const cedar_mega_attention_args& a, const Unit& at, Memory<D>& memory) {
+__device__ void stage_row(const cedar_mega_attention_args& a, const Unit& at, RowValues<D>& values) {
     const int thread = thread_now();
     float2 mine = {};
     float sink = 0.0f;
-    if (thread < a.pairs) mine = make_float2(__ldg(a.cos + at.row * a.pairs + thread), __ldg(a.sin + at.row * a.pairs + thread));
+    if (thread < a.pairs) mine = make_float2(__ldcg(a.cos + at.row * a.pairs + thread), __ldcg(a.sin + at.row * a.pairs + thread));
     if (thread < min(kHeads, int(a.heads) - at.first_head)) sink = __ldg(a.sink + at.first_head + thread);
-    meet<kReaderThreads>(kReaderBarrier);  // nobody finishes the previous row any more
-    if (thread < a.pairs) memory.turns[4 + thread] = mine;
-    if (thread < kHeads) memory.sinks[thread] = sink;
+    if (thread < a.pairs) values.turns[4 + thread] = mine;
+    if (thread < kHeads) values.sinks[thread] = sink;
 }
 
 }  // namespace cedar::cuda::attention

@@ -5,81 +5,11 @@
 #include <cooperative_groups.h>
 
 #include "attention_query.cuh"
+#include "attention_softmax.cuh"
 
 namespace cedar::cuda::attention {
 
 namespace cg = cooperative_groups;
-
-__device__ inline float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// The online softmax of rows g and g + 8 of a warp's 16. Probabilities are relative to a reference that follows the maximum only
-// when that has grown by more than kSlack: sums are seldom scaled anew, and lose nothing to it.
-struct Softmax {
-    static constexpr float kSlack = 8.0f;  // probabilities are at most 2^8
-    float reference[2] = {-INFINITY, -INFINITY};
-    float sum[2] = {};
-
-    // The reference of row g + 8 half for a tile with this maximum, in units of the exponent; returns the factor of sums so far.
-    __device__ float follow(int half, float highest) {
-        const bool grows = highest > reference[half] + kSlack;
-        const float factor = grows ? power_of_two(reference[half] - highest) : 1.0f;
-        reference[half] = grows ? highest : reference[half];
-        return factor;
-    }
-
-    // Scores of a tile to probabilities, as the rows of the matrix instruction; factors: of the sums so far.
-    __device__ void take(float (&s)[8][4], uint64_t valid, float scale, int quad, uint32_t (&p)[kTileSteps][4], float (&factors)[2]) {
-        if (valid != ~uint64_t(0)) {
-            valid >>= 2 * quad;
-#pragma unroll
-            for (int j = 0; j < 8; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[j][i] = valid >> (8 * j + i % 2) & 1 ? s[j][i] : -INFINITY;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float highest = s[0][2 * half];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
-            factors[half] = follow(half, max_lanes(highest, 4) * scale);
-            float total = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-#pragma unroll
-                for (int i = 2 * half; i < 2 * half + 2; ++i) s[j][i] = power_of_two(fmaf(s[j][i], scale, -reference[half]));
-                total += s[j][2 * half] + s[j][2 * half + 1];
-            }
-            sum[half] = fmaf(sum[half], factors[half], total);
-        }
-#pragma unroll
-        for (int step = 0; step < kTileSteps; ++step)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* two = &s[2 * step + i / 2][i % 2 * 2];
-                const __nv_bfloat162 both = __floats2bfloat162_rn(two[0], two[1]);
-                p[step][i] = *reinterpret_cast<const uint32_t*>(&both);
-            }
-    }
-};
-
-// Adds the other warpgroup's half of the scores, which the same thread of it has.
-template <int D>
-__device__ void exchange_scores(float (&s)[8][4], int group, int thread, Memory<D>& memory) {
-    const int barrier = kPairBarrier + thread / kWarp;  // between the two warps that exchange
-#pragma unroll
-    for (int j = 0; j < 8; ++j) memory.exchange[group][j][thread] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
-    meet<2 * kWarp>(barrier);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float4 other = memory.exchange[1 - group][j][thread];
-        s[j][0] += other.x, s[j][1] += other.y, s[j][2] += other.z, s[j][3] += other.w;
-    }
-    meet<2 * kWarp>(barrier);
-}
 
 // Of a quad's lanes, lane q's word i becomes lane i's word q.
 __device__ inline void transpose_quad(uint32_t (&w)[4], int quad) {
@@ -166,9 +96,9 @@ __device__ void weigh_parts(const float (&sinks)[2], const float (&reference)[Pa
 }
 
 template <int Parts, int D>
-__device__ void weigh_parts(const Memory<D>& memory, int thread, const float (&reference)[Parts][2], const float (&sum)[Parts][2],
+__device__ void weigh_parts(const RowValues<D>& values, int thread, const float (&reference)[Parts][2], const float (&sum)[Parts][2],
                             float (&weights)[Parts][2]) {
-    const float* first = memory.sinks + thread / kWarp * 16 + thread % kWarp / 4;
+    const float* first = values.sinks + thread / kWarp * 16 + thread % kWarp / 4;
     const float sinks[2] = {first[0] * kSinkUnit, first[8] * kSinkUnit};
     weigh_parts<Parts>(sinks, reference, sum, weights);
 }
@@ -176,11 +106,11 @@ __device__ void weigh_parts(const Memory<D>& memory, int thread, const float (&r
 // The sums of a block that has all keys of the row to outputs.
 template <int D>
 __device__ void finish_alone(const cedar_mega_attention_args& a, const Unit& at, int group, int thread, const Softmax& softmax,
-                             const float (&sums)[D / 16][4], const Memory<D>& memory) {
+                             const float (&sums)[D / 16][4], const RowValues<D>& values) {
     const float reference[1][2] = {{softmax.reference[0], softmax.reference[1]}}, sum[1][2] = {{softmax.sum[0], softmax.sum[1]}};
     float weights[1][2];
-    weigh_parts<1>(memory, thread, reference, sum, weights);
-    const Outputs<D> outputs(a, at, group * (D / 2), thread, memory);
+    weigh_parts<1>(values, thread, reference, sum, weights);
+    const Outputs<D> outputs(a, at, group * (D / 2), thread, values);
 #pragma unroll
     for (int j = 0; j < D / 16; j += 4) {
         float c[4][4];
@@ -193,7 +123,7 @@ __device__ void finish_alone(const cedar_mega_attention_args& a, const Unit& at,
 // The sums of the cluster's blocks to outputs: block r finishes the r'th part of the dimensions. All readers of all blocks.
 template <int D, int Parts>
 __device__ void finish_together(const cedar_mega_attention_args& a, const Unit& at, unsigned rank, int group, int thread,
-                                const Softmax& softmax, const float (&sums)[D / 16][4], Memory<D>& memory) {
+                                const Softmax& softmax, const float (&sums)[D / 16][4], Memory<D, Parts>& memory) {
     constexpr int kColumns = D / 16, kSlice = D / 8 / Parts;  // blocks of 8 columns, of a warpgroup and of a part
     static_assert(kSlice % 4 == 0 && kColumns % kSlice == 0);
     const cg::cluster_group cluster = cg::this_cluster();
@@ -218,8 +148,8 @@ __device__ void finish_together(const cedar_mega_attention_args& a, const Unit& 
         const float4 note = notes[part * kGroupThreads + thread];
         reference[part][0] = note.x, reference[part][1] = note.y, sum[part][0] = note.z, sum[part][1] = note.w;
     }
-    weigh_parts<Parts>(memory, thread, reference, sum, weights);
-    const Outputs<D> outputs(a, at, int(rank) * kSlice * 8, thread, memory);
+    weigh_parts<Parts>(memory.values[0], thread, reference, sum, weights);
+    const Outputs<D> outputs(a, at, int(rank) * kSlice * 8, thread, memory.values[0]);
 #pragma unroll 1
     for (int j = group * 4; j < kSlice; j += 4 * kReaders) {
         float c[4][4] = {};
@@ -235,45 +165,68 @@ __device__ void finish_together(const cedar_mega_attention_args& a, const Unit& 
     }
 }
 
-// All rows of the block.
+// All rows of the block. While a row's last products are made, the next row's query is prepared; while its first scores are, this
+// row is finished.
 template <int D, int Parts>
-__device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step, Memory<D>& memory) {
+__device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step, Memory<D, Parts>& memory) {
     constexpr int kHalf = D / 2, kHalfChunks = kHalf / kChunkDims, kColumns = kHalf / 8;
     const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, lane = thread % kWarp, quad = lane % 4;
     const float scale = float(a.scale) * 1.44269504f * kShrunk;
     uint32_t query = shared_address(memory.query) + group * kHalfChunks * kChunkBytes;
     const auto half_of = [&](int stage) { return shared_address(memory.keys[stage]) + group * kHalfChunks * kChunkBytes; };
-    const auto await_tile = [&](int n) { await(&memory.full[n % kStages], uint32_t(n / kStages) & 1); };
     const auto release_tile = [&](int n) {
         __syncwarp();  // all lanes have read what they need of it
         if (lane == 0) arrive(&memory.empty[n % kStages]);
     };
-    // The row's last scores are there: the next row's query comes while this row is finished.
-    const auto fetch_query = [&](int next) {
-        if (next >= units) return;
-        meet<kReaderThreads>(kReaderBarrier);
-        Query<D>(memory).fetch(a, Unit(a, next));
-    };
-    int n = 0;  // tiles of the block so far
-    Query<D>(memory).fetch(a, Unit(a, first));
-    for (int unit = first; unit < units; unit += step, ++n) {
-        stage_row<D>(a, Unit(a, unit), memory);
+    const auto prepare_row = [&](int unit, int parity) {
+        stage_row(a, Unit(a, unit), memory.values[parity]);
         const int64_t pairs = Unit(a, unit).row * a.pairs;  // before the row's
-        Query<D>(memory).finish(a, [&](int pair) { return make_float2(__ldg(a.cos + pairs + pair), __ldg(a.sin + pairs + pair)); });
-        meet<kReaderThreads>(kReaderBarrier);
-        float scores[8][4], sums[kColumns][4];
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
+        Query<D>(memory).finish(a, [&](int pair) { return make_float2(__ldcg(a.cos + pairs + pair), __ldcg(a.sin + pairs + pair)); });
+    };
+    float scores[8][4], sums[kColumns][4];
+    uint32_t p[kTileSteps][4];
+    int n = 0;  // tiles of the block so far
+    const auto await_tile = [&](int n) {
+        await(&memory.full[n % kStages], uint32_t(n / kStages) & 1);
+    };
+    const auto score_tile = [&](int n) {
+        settle(scores);
+        open_products();
+        asm volatile("" : "+r"(query));  // the descriptors of all its parts, kept across tiles, would cost too many registers
+        multiply_tiles<kHalfChunks>(scores, query, half_of(n % kStages));
+        close_products();
+    };
+    const auto mix = [&] {
+        settle(sums);
+        open_products();
+        mix_tile(sums, p, half_of(n % kStages));
+        close_products();
+    };
+    Query<D>(memory).fetch(a, Unit(a, first));
+    prepare_row(first, 0);
+    meet<kReaderThreads>(kReaderBarrier);
+    await_tile(0);
+    score_tile(0);
+    await_products();
+    settle(scores);
+    int parity = 0;
+    for (int unit = first, next;; unit = next) {
+        next = unit + step;
+        const bool more = Parts == 1 && next < units;
         Softmax softmax;
-        uint32_t p[kTileSteps][4];
         // The scores of tile n are there: its probabilities, and the sums as if they had been made with its maxima.
         const auto weigh = [&] {
-            exchange_scores(scores, group, thread, memory);
             const uint64_t valid = *reinterpret_cast<const uint64_t*>(memory.valid[n % kStages]);
             float factors[2];
-            softmax.take(scores, valid, scale, quad, p, factors);
+            if constexpr (Parts == 1) {
+                if (group == 0)
+                    share_tile<0>(softmax, scores, valid, scale, thread, p, factors, memory);
+                else
+                    share_tile<1>(softmax, scores, valid, scale, thread, p, factors, memory);
+            } else {
+                exchange_scores(scores, group, thread, memory);
+                softmax.take(scores, valid, scale, quad, p, factors);
+            }
             if (__any_sync(kAllLanes, factors[0] != 1.0f || factors[1] != 1.0f)) {
 #pragma unroll
                 for (int j = 0; j < kColumns; ++j)
@@ -281,56 +234,49 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
                     for (int i = 0; i < 4; ++i) sums[j][i] *= factors[i / 2];
             }
         };
-        await_tile(n);
-        uint32_t state = memory.state[n % kStages];
-        if (state & kTile) {
-            settle(scores);
-            settle(sums);
-            open_products();
-            multiply_tiles<kHalfChunks>(scores, query, half_of(n % kStages));
-            close_products();
-            await_products();
-            settle(scores);
-            settle(sums);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
 #pragma unroll 1
-            while (!(state & kLast)) {
-                weigh();
-                asm volatile("" : "+r"(query));  // the descriptors of all its parts, kept across tiles, would cost too many registers
-                await_tile(n + 1);
-                state = memory.state[(n + 1) % kStages];
-                settle(scores);
-                settle(sums);
-                open_products();
-                mix_tile(sums, p, half_of(n % kStages));
-                close_products();
-                multiply_tiles<kHalfChunks>(scores, query, half_of((n + 1) % kStages));
-                close_products();
-                await_products<1>();
-                release_tile(n++);
-                await_products();
-                settle(scores);
-                settle(sums);
-            }
-            fetch_query(unit + step);
+        while (!memory.last[n % kStages]) {
             weigh();
-            settle(sums);
-            open_products();
-            mix_tile(sums, p, half_of(n % kStages));
-            close_products();
+            mix();
+            await_tile(n + 1);  // written while the products before it are made
+            score_tile(n + 1);
+            await_products<1>();
+            release_tile(n++);
             await_products();
+            settle(scores);
             settle(sums);
-        } else {
-            fetch_query(unit + step);
         }
+        if (more) {
+            meet<kReaderThreads>(kReaderBarrier);  // the row's last scores are there: nobody needs its query any more
+            Query<D>(memory).fetch(a, Unit(a, next));
+        }
+        weigh();
+        mix();
+        if (more) prepare_row(next, parity ^ 1);
+        await_products();
+        settle(sums);
         release_tile(n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) softmax.sum[half] = sum_lanes(softmax.sum[half], 4);
         const Unit at(a, unit);
-        const int now = thread_now() % kGroupThreads;
-        if constexpr (Parts == 1)
-            finish_alone<D>(a, at, group, now, softmax, sums, memory);
-        else
-            finish_together<D, Parts>(a, at, rank, group, now, softmax, sums, memory);
+        if constexpr (Parts == 1) {
+            if (more) {
+                meet<kReaderThreads>(kReaderBarrier);
+                await_tile(++n);
+            }
+            score_tile(n);  // or, behind the last row, what nobody needs: a branch would make the compiler wait
+            finish_alone<D>(a, at, group, thread_now() % kGroupThreads, softmax, sums, memory.values[parity]);
+            await_products();
+            settle(scores);
+            parity ^= 1;
+        } else {
+            finish_together<D, Parts>(a, at, rank, group, thread_now() % kGroupThreads, softmax, sums, memory);
+        }
+        if (!more) break;
     }
 }
 

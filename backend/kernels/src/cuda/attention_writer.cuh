@@ -19,9 +19,26 @@ struct Decoder {
         uint32_t scale;
     };
 
-    __device__ static Raw load(const uint8_t* pool, uint32_t index, int lane) {
+    // Where a lane's codes and scale lie in the first record of a pool.
+    struct Source {
+        __device__ Source(const uint8_t* pool, int lane) : codes(pool + lane * kWords * 4), scale(pool + kValues + (kFp8 ? lane / 2 : lane)) {}
+        const uint8_t *codes, *scale;
+
+        // Whole addresses in registers, to which an instruction adds a record's offset.
+        __device__ void keep() {
+            size_t first = __cvta_generic_to_global(codes), second = __cvta_generic_to_global(scale);
+            asm volatile("" : "+l"(first), "+l"(second));
+            codes = static_cast<const uint8_t*>(__cvta_global_to_generic(first));
+            scale = static_cast<const uint8_t*>(__cvta_global_to_generic(second));
+        }
+    };
+
+    __device__ static Raw load(const uint8_t* pool, uint32_t index, int lane) { return load(Source(pool, lane), index); }
+
+    __device__ static Raw load(const Source& source, uint32_t index) {
         Raw raw;
-        const uint8_t *record = pool + uint64_t(index) * kBytes, *codes = record + lane * kWords * 4;
+        const uint64_t offset = uint64_t(index) * kBytes;
+        const auto* codes = reinterpret_cast<const uint32_t*>(source.codes + offset);
         if constexpr (D == 512 && kFp8) {
             const uint4 v = *reinterpret_cast<const uint4*>(codes);
             raw.words[0] = v.x, raw.words[1] = v.y, raw.words[2] = v.z, raw.words[3] = v.w;
@@ -30,23 +47,20 @@ struct Decoder {
             raw.words[0] = v.x, raw.words[1] = v.y;
         } else {
 #pragma unroll
-            for (int i = 0; i < kWords; ++i) raw.words[i] = reinterpret_cast<const uint32_t*>(codes)[i];
+            for (int i = 0; i < kWords; ++i) raw.words[i] = codes[i];
         }
-        raw.scale = record[kValues + (kFp8 ? lane / 2 : lane)];
+        raw.scale = source.scale[offset];
         return raw;
     }
 
-    __device__ static __nv_bfloat162 twice(uint32_t bits) {
-        bits |= bits << 16;
-        return *reinterpret_cast<const __nv_bfloat162*>(&bits);
-    }
-
-    // Makes up for what the codes' bits as bf16 lack (2^120 and 2^126), and divides by 256.
+    // Makes up for what the codes' bits as bf16 lack (2^120 and 2^126), and divides by 256. Multiplied: shifted, and in both halves.
     __device__ static __nv_bfloat162 factor(uint32_t scale) {
-        if constexpr (kFp8) return twice(scale == 255 ? 0x7fc0u : min(scale + 112, 255u) << 7);
-        const uint32_t bits = (scale & 0x7f) == 0x7f ? 0x7fc0u : (scale & 0x7f) << 4;
-        const __nv_bfloat162 e4m3 = __hmul2(twice(bits), __float2bfloat162_rn(0x1p120f));
-        return __hmul2(e4m3, __float2bfloat162_rn(0x1p118f));
+        const uint32_t magnitude = scale & 0x7f;
+        const uint32_t bits = kFp8 ? (scale == 255 ? 0x7fc07fc0u : min(scale + 112, 255u) * 0x00800080u)
+                                   : (magnitude == 0x7f ? 0x7fcu : magnitude) * 0x00100010u;
+        const __nv_bfloat162 both = *reinterpret_cast<const __nv_bfloat162*>(&bits);
+        if constexpr (kFp8) return both;
+        return __hmul2(__hmul2(both, __float2bfloat162_rn(0x1p120f)), __float2bfloat162_rn(0x1p118f));
     }
 
     __device__ static uint32_t scaled(uint32_t bits, __nv_bfloat162 by) {
@@ -87,9 +101,10 @@ struct Decoder {
         Raw turned = raw;
 #pragma unroll
         for (int i = 0; i < kWords; ++i) turned.words[i] = swapped ? raw.words[i ^ kWords / 2] : raw.words[i];
-        const uint32_t first = tile + (place ^ uint32_t(step * kKeys % 8) << 4) + uint32_t(step * kKeys * kRowBytes);
-        store_unit(first, unit(turned, 0, by));
-        store_unit(first ^ 16, unit(turned, 1, by));
+        // few addresses, which steps share, and what an instruction adds to them
+        const uint32_t turn = uint32_t(step * kKeys % 8) << 4, further = uint32_t(step * kKeys * kRowBytes);
+        store_unit(((tile + place) ^ turn) + further, unit(turned, 0, by));
+        store_unit(((tile + place) ^ (turn ^ 16)) + further, unit(turned, 1, by));
     }
 };
 
@@ -116,7 +131,7 @@ struct TileList {
 // Finds the tiles with keys. The writers, `parity` changing from row to row.
 template <int D, int Parts>
 __device__ TileList<Parts> list_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, unsigned rank, int parity,
-                                      Memory<D>& memory) {
+                                      Memory<D, Parts>& memory) {
     constexpr int kAtOnce = 2;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps;
     for (int from = warp; from < tiles.all; from += kAtOnce * kWriterWarps) {
@@ -149,8 +164,8 @@ __device__ TileList<Parts> list_tiles(const cedar_mega_attention_args& a, const 
 }
 
 // Waits until the readers have done with the stage of the n'th tile of the block.
-template <int D>
-__device__ inline void await_stage(int n, Memory<D>& memory) {
+template <int D, int Parts>
+__device__ inline void await_stage(int n, Memory<D, Parts>& memory) {
     if (n >= kStages) await(&memory.empty[n % kStages], uint32_t(n / kStages - 1) & 1);
 }
 
@@ -168,11 +183,13 @@ __device__ inline Index index_kept(const cedar_mega_attention_args& a, const Til
 // Writes the row's tiles of this record. n: tiles of the block so far.
 template <int D, int64_t Record, int Parts>
 __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, Ahead& ahead, TileList<Parts>& list,
-                            int& n, Memory<D>& memory) {
+                            int& n, Memory<D, Parts>& memory) {
     using Form = Decoder<D, Record>;
     constexpr int kHeld = Form::kSteps < (Form::kFp8 ? 4 : 8) ? Form::kSteps : Form::kFp8 ? 4 : 8, kBatches = Form::kSteps / kHeld;
     const auto* pool = static_cast<const uint8_t*>(Record == CEDAR_RECORD_FP8 ? a.window : a.entries);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps, part = lane % Form::kLanes;
+    typename Form::Source source(pool, part);
+    source.keep();
     const int end = Form::kFp8 ? tiles.window : tiles.all;
     uint32_t place = Form::place(warp, lane);
     for (; ahead.tile >= 0 && ahead.tile < end; ++n) {
@@ -182,7 +199,7 @@ __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& til
         typename Form::Raw raw[kHeld];
         const auto load = [&](int step) {
             const int key = step * Form::kKeys + lane / Form::kLanes;
-            raw[step % kHeld] = Form::load(pool, __shfl_sync(kAllLanes, ahead.index, key), part);
+            raw[step % kHeld] = Form::load(source, __shfl_sync(kAllLanes, ahead.index, key));
         };
 #pragma unroll
         for (int step = 0; step < kHeld; ++step) load(step);
@@ -202,7 +219,7 @@ __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& til
         publish_tiles();
         if (lane == 0) {
             memory.valid[stage][warp] = uint8_t(valid);
-            if (warp == 0) memory.state[stage] = following < 0 ? kTile | kLast : kTile;
+            if (warp == 0) memory.last[stage] = following < 0;
         }
         __syncwarp();
         if (lane == 0) arrive(&memory.full[stage]);
@@ -210,9 +227,24 @@ __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& til
     }
 }
 
+// A tile of masked keys, for a row that has no others.
+template <int D, int Parts>
+__device__ void write_nothing(int n, Memory<D, Parts>& memory) {
+    const int stage = n % kStages, thread = int(threadIdx.x) - kReaderThreads;
+    await_stage(n, memory);
+    const uint32_t to = shared_address(memory.keys[stage]);
+    for (int unit = thread; unit < memory.kTileBytes / 16; unit += kWriterThreads) store_unit(to + unit * 16, make_uint4(0, 0, 0, 0));
+    publish_tiles();
+    if (thread < kWriterWarps) memory.valid[stage][thread] = 0;
+    if (thread == 0) memory.last[stage] = true;
+    __syncwarp();
+    if (thread % kWarp == 0) arrive(&memory.full[stage]);
+}
+
 // All tiles of the block, row after row. What the next row begins with comes to L2 meanwhile.
 template <int D, int Parts>
-__device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step, Memory<D>& memory) {
+__device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step,
+                           Memory<D, Parts>& memory) {
     const Tiles tiles(a);
     int n = 0, parity = 0;
     for (int unit = first; unit < units; unit += step, parity ^= 1) {
@@ -229,13 +261,7 @@ __device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, in
         }
         TileList<Parts> list = list_tiles<D, Parts>(a, tiles, row, rank, parity, memory);
         int tile = list.take();
-        if (tile < 0) {
-            await_stage(n, memory);
-            if (threadIdx.x == kReaderThreads) memory.state[n % kStages] = kLast;
-            __syncwarp();
-            if (threadIdx.x % kWarp == 0) arrive(&memory.full[n % kStages]);
-            ++n;
-        }
+        if (tile < 0) write_nothing(n++, memory);
         Ahead ahead{tile, tile < 0 ? 0 : index_kept(a, tiles, row, tile).get()};
         write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, ahead, list, n, memory);
         write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, ahead, list, n, memory);
