@@ -16,8 +16,9 @@
  * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are
  * int64 row numbers; 0 is the null row, which is never written and masks a key. On a CPU a number that names no row, page, slot or
  * block is CEDAR_INVALID; a GPU's are not looked at, so there they must be right.
- * On a GPU a linear reads its weight and scales from the moment on when the launch before it in its stream lets others begin, which
- * may be before that launch's results are there. Launches of this library write no weights; whatever else writes them has to end first.
+ * On a GPU a launch may begin while the one before it in its stream ends, once that one lets others begin. Until the one before has
+ * ended it writes nothing, and reads only what no launch of this library writes: weights and their scales, norm weights, sinks, and
+ * fn, scale and base of the hyper-connections. Whatever else writes those has to have ended first.
  * The formulas are those of the docstrings in backend/cedar/ops.
  */
 #ifndef CEDAR_KERNELS_H

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// compress_store, in one launch. wk is on its way from the first instruction on, to the warps that multiply by it. Of few groups, a
+// compress_store, in one launch. wk is on its way before the launch before has ended, to the warps that multiply by it. Of few groups, a
 // cluster of eight blocks has one, or of four blocks one or two: each block makes their latents and multiplies them by its share of wk's
 // rows, the first stores the index keys, the last the KV entries. Of many, one block has all of wk and takes up to eight at a time.
 #include <algorithm>
@@ -98,37 +98,50 @@ struct Tile<S, float> {
     }
 };
 
+constexpr int kLine = 128;
+
 // This lane's E of S::kDim values that a group is pooled from. What they depend on is loaded first, and nothing is awaited before pool.
 template <class S>
 struct Pooling {
     static constexpr int E = S::E, kDim = S::kDim;
     using T = typename S::T;
-    int64_t row, other;
-    Pack<T, E> only;                  // ratio 1
-    Pack<float, E> value[2], gate[2];  // ratio 2
+    int row, other;
+    Pack<uint32_t, E * int(sizeof(T)) / 4> only;  // ratio 1; as words, whose parts nobody asks for before they are there
+    Pack<float, E> value[2], gate[2];             // ratio 2
 
-    __device__ void find(const cedar_compress_store_args& a, int64_t group) {
-        row = a.group_rows == nullptr ? group : a.group_rows[group];
-        other = a.ratio == 1 ? 0 : a.first[group];
+    __device__ void find(const cedar_compress_store_args& a, int group) {
+        row = a.group_rows == nullptr ? group : int(a.group_rows[group]);
+        other = a.ratio == 1 ? 0 : int(a.first[group]);
     }
 
     __device__ void load(const cedar_compress_store_args& a, int lane) {
         if (a.ratio == 1) {
-            only = *reinterpret_cast<const Pack<T, E>*>(static_cast<const T*>(a.projected) + row * kDim + lane * E);
+            only = *reinterpret_cast<const decltype(only)*>(static_cast<const T*>(a.projected) + int64_t(row) * kDim + lane * E);
             return;
         }
         const float* rows = static_cast<const float*>(a.projected);
         const float* first = other < a.opens ? a.open + a.open_from[other] * 2 * kDim : rows + (other - a.opens) * 2 * kDim;
         const auto at = [&](const float* x) { return *reinterpret_cast<const Pack<float, E>*>(x + lane * E); };
-        value[0] = at(first), value[1] = at(rows + row * 2 * kDim);
-        gate[0] = at(first + kDim), gate[1] = at(rows + row * 2 * kDim + kDim);
+        const float* second = rows + int64_t(row) * 2 * kDim;
+        value[0] = at(first), value[1] = at(second);
+        gate[0] = at(first + kDim), gate[1] = at(second + kDim);
+    }
+
+    // What load will read comes to L2.
+    __device__ void prefetch(const cedar_compress_store_args& a, int lane) const {
+        const char* const rows = static_cast<const char*>(a.projected);
+        constexpr int kBytes = 2 * kDim * int(sizeof(float)), kEach = kBytes / S::kLanes;
+        if (lane * kEach % kLine != 0) return;
+        const char* const opened = reinterpret_cast<const char*>(a.open);
+        const char* const first = other < a.opens ? opened + a.open_from[other] * kBytes : rows + (other - a.opens) * kBytes;
+        prefetch_line(first + lane * kEach), prefetch_line(rows + int64_t(row) * kBytes + lane * kEach);
     }
 
     // Before the norm.
     __device__ void pool(const cedar_compress_store_args& a, float (&x)[E]) const {
         if (a.ratio == 1) {
 #pragma unroll
-            for (int i = 0; i < E; ++i) x[i] = to_float(only.v[i]);
+            for (int i = 0; i < E; ++i) x[i] = to_float(reinterpret_cast<const T*>(&only)[i]);
         } else {  // the division's approximation has no branch between the elements
 #pragma unroll
             for (int i = 0; i < E; ++i) {
@@ -142,10 +155,9 @@ struct Pooling {
 // The step's rows come to L2, by all threads of the grid's first `blocks` blocks.
 template <class S>
 __device__ void prefetch_rows(const cedar_compress_store_args& a, int blocks) {
-    constexpr int kLine = 128;
     const int64_t lines = a.rows * 2 * S::kDim * int64_t(sizeof(float)) / kLine;
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < lines; i += int64_t(blocks) * blockDim.x)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(a.projected) + i * kLine));
+        prefetch_line(static_cast<const char*>(a.projected) + i * kLine);
 }
 
 __device__ void keep_open(const cedar_compress_store_args& a, int64_t entry, int thread, int threads) {
@@ -186,7 +198,9 @@ __global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const __grid_con
     __shared__ uint64_t arrived;  // of the cluster's products, at block 0
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, rank = kBlocks == 1 ? 0 : cluster_rank();
     const int cluster = int(blockIdx.x) / kBlocks;
+    release_launch();
     if (cluster >= clusters) {
+        await_launch();
         const int64_t entry = int64_t(blockIdx.x) - int64_t(clusters) * kBlocks;
         if (entry < a.leaves_open && a.open_to[entry] >= 0 && !is_read(a, a.open_to[entry])) keep_open(a, entry, threadIdx.x, blockDim.x);
         return;
@@ -194,36 +208,49 @@ __global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const __grid_con
     const int product = rank * S::kWarps + warp, tile = product / S::kParts, part = product % S::kParts;
     const int token = warp / S::kTokenWarps, piece = threadIdx.x % S::kLanes;  // whose values this thread has, and which
     Tile<S, T> wk;
+    if (const int i = threadIdx.x * 4; i < S::kDim) copy_16(norms + i, a.norm_weight + i);
+    if (const int i = threadIdx.x * 4; i < S::kIndexDim) copy_16(key_norms + i, a.index_norm_weight + i);
+    close_copies();
+    wk.load(a.wk, tile, part, lane, tiles + warp * S::kTileBytes);
+    close_copies();
+    if constexpr (kBlocks > 1) {
+        if (threadIdx.x == 0) start_barrier(&arrived), publish_barriers();
+        __syncwarp();
+        arrive_at_cluster();
+    }
+    if (kBlocks > 1 && a.ratio == 2) prefetch_rows<S>(a, clusters * kBlocks);
+    if (const int64_t group = cluster * each + token; group < a.groups && token < each) {
+        constexpr int kEach = S::E * int(sizeof(T));
+        if (a.ratio == 1 && piece * kEach % kLine == 0) prefetch_line(static_cast<const T*>(a.projected) + group * S::kDim + piece * E);
+        if (piece < 2) prefetch_line((piece == 0 ? a.cos : a.sin) + group * a.pairs);
+    }
+    await_launch();
+    const int groups = int(a.groups), step = clusters * each;
+    const auto count_from = [&](int start) { return min(groups - start, each); };
+    Pooling<S> pooling;
+    pooling.find(a, cluster * each + (token < count_from(cluster * each) ? token : 0));
+    if (a.ratio == 1) pooling.load(a, piece);
     int turn = 0;
-    for (int64_t start = int64_t(cluster) * each; start < a.groups; start += int64_t(clusters) * each, turn ^= 1) {
-        const int count = int(a.groups - start < each ? a.groups - start : each);
+    for (int start = cluster * each; start < groups; start += step, turn ^= 1) {
+        const int count = count_from(start);
         const bool has_token = token < count, has_key = rank == 0 && warp < count;
-        const int64_t group = has_token ? start + token : start, key_group = has_key ? start + warp : start;
-        const bool is_first = start == int64_t(cluster) * each, is_known = a.ratio == 1 && a.group_rows == nullptr;
-        Pooling<S> pooling;
-        pooling.find(a, group);
-        if (is_known) pooling.load(a, piece);
-        const int64_t slot = a.slots[group], key_slot = a.slots[key_group];
-        if (is_first) {
-            if (kBlocks > 1 && a.ratio == 2) prefetch_rows<S>(a, clusters * kBlocks);
-            if (const int i = threadIdx.x * 4; i < S::kDim) copy_16(norms + i, a.norm_weight + i);
-            if (const int i = threadIdx.x * 4; i < S::kIndexDim) copy_16(key_norms + i, a.index_norm_weight + i);
-            close_copies();
-            wk.load(a.wk, tile, part, lane, tiles + warp * S::kTileBytes);
-            close_copies();
-            if constexpr (kBlocks > 1) {
-                if (threadIdx.x == 0) start_barrier(&arrived), publish_barriers();
-                __syncwarp();
-                arrive_at_cluster();
-            }
+        const int group = has_token ? start + token : start, key_group = has_key ? start + warp : start;
+        const bool has_next = kBlocks == 1 && start + step < groups;
+        const int next_group = start + step + (token < count_from(start + step) ? token : 0);
+        if (a.ratio == 2) pooling.load(a, piece);
+        const int slot = int(a.slots[group]), key_slot = int(a.slots[key_group]);  // no pool has more than 2^31 rows
+        if (has_next) {  // the next turn's values are on their way during this one
+            pooling.find(a, next_group);
+            if (piece < 2) prefetch_line((piece == 0 ? a.cos : a.sin) + next_group * a.pairs);
         }
-        if (!is_known) pooling.load(a, piece);
         Rotation<E, S::kLanes> rotation = {};
         Rotation<I> key_rotation = {};
         if (kBlocks > 1 && rank == kLast) rotation.load(a.cos + group * a.pairs, a.sin + group * a.pairs, int(a.pairs), piece);
         if (kBlocks > 1 && has_key) key_rotation.load(a.cos + key_group * a.pairs, a.sin + key_group * a.pairs, int(a.pairs), lane);
         float x[E];
         pooling.pool(a, x);
+        if (has_next && a.ratio == 1) pooling.load(a, piece);
+        else if (has_next) pooling.prefetch(a, piece);
         const float some = sum_squares(x);
         if (has_token && lane == 0) squares[token][warp % S::kTokenWarps] = some;
         await_copies<1>();
@@ -285,7 +312,8 @@ cudaError_t run(const cedar_compress_store_args& a, int target, int most, void* 
     const int clusters = int(std::min<int64_t>((a.groups + each - 1) / each, most));
     const int64_t keepers = (a.leaves_open + S::kBlocks - 1) / S::kBlocks;
     if (clusters + keepers == 0) return cudaSuccess;
-    return launch(compress<S>, dim3(unsigned((clusters + keepers) * S::kBlocks)), S::kWarps * kWarp, S::kSharedBytes, S::kBlocks, false, stream, a, clusters, int(each));
+    return launch(compress<S>, dim3(unsigned((clusters + keepers) * S::kBlocks)), S::kWarps * kWarp, S::kSharedBytes, S::kBlocks, true, stream, a,
+                  clusters, int(each));
 }
 
 template <class T, int E, int kTokenWarps, int I>

@@ -5,15 +5,14 @@
 #include <algorithm>
 
 #include "bodies.h"
-#include "common.cuh"
+#include "ptx.cuh"
 
 namespace cedar::cuda {
 namespace {
 
 constexpr int kGatherThreads = 256, kLaneValues = 8;
-constexpr int kMultiprocessorBlocks = 6, kManyRowsOfWarp = 2;  // of a gather of many
-constexpr int64_t kGatherBlocks = 132 * kMultiprocessorBlocks;
-constexpr int64_t kManyRows = 6144;  // with fewer a warp's next row would leave another multiprocessor idle
+constexpr int kMultiprocessorBlocks = 6, kManyRowsOfWarp = 4;  // of a gather of many
+constexpr int64_t kManyRows = 6144;  // with fewer a warp's further rows would leave another multiprocessor idle
 constexpr int64_t kMostRows = 1 << 30;
 constexpr int64_t kGateThreadsAtATime = 132 * 2 * 640;
 constexpr int kGateThreads = 640, kMostGateThreads = 1024;  // of which two blocks, or one, are on a multiprocessor
@@ -60,32 +59,28 @@ struct Values {
 template <int kRows>
 __device__ inline void load_ids(const int64_t* ids, int first, int rows, int64_t (&out)[kRows]) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) out[r] = first + r < rows ? __ldg(ids + first + r) : -1;
+    for (int r = 0; r < kRows; ++r) out[r] = first + r < rows ? __ldcg(ids + first + r) : -1;
 }
 
-// A warp has kRows rows at a time, 256 values of each, the blockIdx.y-th. The next ones are on their way while these are written,
-// and the ids of those behind them: nothing is waited for between two rounds that was not asked for a round before.
+// A warp has kRows rows, 256 values of each, the blockIdx.y-th; all of them are on their way together.
 template <int kRows, class T>
-__global__ void __launch_bounds__(kGatherThreads, kMultiprocessorBlocks)
-    gather(const int64_t* ids, Table table, T* out, int dim, int rows) {
+__global__ void __launch_bounds__(kGatherThreads, kMultiprocessorBlocks) gather(const int64_t* ids, Table table, T* out, int dim, int rows) {
     const int at = (int(blockIdx.y) * kWarp + int(threadIdx.x) % kWarp) * kLaneValues;
+    const int first = (int(blockIdx.x) * (kGatherThreads / kWarp) + int(threadIdx.x) / kWarp) * kRows;
+    release_launch();
+    await_launch();
     if (at >= dim) return;
-    const int step = int(gridDim.x) * (kGatherThreads / kWarp) * kRows;
-    int first = (int(blockIdx.x) * (kGatherThreads / kWarp) + int(threadIdx.x) / kWarp) * kRows;
     int64_t id[kRows];
-    Values<kRows> now, next;
+    Values<kRows> values;
     load_ids<kRows>(ids, first, rows, id);
-    now.load(table, id, at);
-    load_ids<kRows>(ids, first + step, rows, id);
-    for (T* to = out + int64_t(first) * dim + at; first < rows; first += step, to += int64_t(step) * dim, now = next) {
-        next.load(table, id, at);
-        load_ids<kRows>(ids, first + 2 * step, rows, id);
+    values.load(table, id, at);
+    T* const to = out + int64_t(first) * dim + at;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            float values[kLaneValues];
-            now.decode(r, values);
-            if (first + r < rows) store_pack<kLaneValues>(to + r * dim, values);
-        }
+    for (int r = 0; r < kRows; ++r) {
+        float decoded[kLaneValues];
+        values.decode(r, decoded);
+        if (first + r >= rows) return;
+        store_pack<kLaneValues>(to + r * dim, decoded);
     }
 }
 
@@ -119,10 +114,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 * kGateThreads / 
     __shared__ float4 totals[2][kWarp];
     const int i = int(blockIdx.x) % hc, apart = int(gridDim.x) / hc, d = int(threadIdx.x) * 8;
     int64_t row = int(blockIdx.x) / hc;
-    GateRow<T> now, next;
-    now.load(streams, keys_value, row, i, hc, hidden, d);
+    release_launch();
     float w[8] = {};
     if (d < hidden) load_pack(weight + i * hidden + d, w);
+    await_launch();
+    GateRow<T> now, next;
+    now.load(streams, keys_value, row, i, hc, hidden, d);
     for (int turn = 0; row < rows; row += apart, turn ^= 1, now = next) {
         Pack<T, 8> value = {};
         if (d < hidden) value = *reinterpret_cast<const Pack<T, 8>*>(keys_value + (row * (hc + 1) + hc) * hidden + d);
@@ -151,11 +148,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 * kGateThreads / 
 template <int kRows, class T>
 int run_gather(const cedar_engram_gather_args& a, void* stream) {
     constexpr int64_t kBlockRows = kGatherThreads / kWarp * kRows, kWarpValues = kWarp * kLaneValues;
-    const int64_t rows = a.rows * a.columns, blocks = std::min((rows + kBlockRows - 1) / kBlockRows, kGatherBlocks);
+    const int64_t rows = a.rows * a.columns, blocks = (rows + kBlockRows - 1) / kBlockRows;
     const bool apart = a.table_scale != nullptr;
     const Table table{a.table, apart ? a.table_scale : a.table + a.dim, a.width, apart ? a.dim / 32 : a.width, a.table_rows};
     const dim3 grid(unsigned(blocks), unsigned((a.dim + kWarpValues - 1) / kWarpValues));
-    return finish("engram_gather", launch(gather<kRows, T>, grid, kGatherThreads, 0, 1, false, stream, a.ids, table, static_cast<T*>(a.out),
+    return finish("engram_gather", launch(gather<kRows, T>, grid, kGatherThreads, 0, 1, true, stream, a.ids, table, static_cast<T*>(a.out),
                                           int(a.dim), int(rows)));
 }
 
@@ -168,7 +165,7 @@ int run_gather(const cedar_engram_gather_args& a, void* stream) {
 template <class T, int kThreads>
 int run_gate(const cedar_engram_gate_args& a, int64_t threads, void* stream) {
     const int64_t most = std::max<int64_t>(1, kGateThreadsAtATime / threads / a.hc);  // rows at a time
-    return finish("engram_gate", launch(gate<T, kThreads>, dim3(unsigned(std::min(a.rows, most) * a.hc)), int(threads), 0, 1, false, stream,
+    return finish("engram_gate", launch(gate<T, kThreads>, dim3(unsigned(std::min(a.rows, most) * a.hc)), int(threads), 0, 1, true, stream,
                                         static_cast<const T*>(a.streams), static_cast<const T*>(a.keys_value), a.qk_weight,
                                         static_cast<T*>(a.new_streams), a.rows, int(a.hc), int(a.hidden), float(a.norm_eps)));
 }

@@ -139,6 +139,7 @@ __device__ void select_blocks(const Search& s, const Cluster& cluster, int64_t r
 // Clusters (row, 0) choose entries, clusters (row, 1) the candidate blocks. They start before the scores are there, but after all that
 // came before these.
 __global__ void __launch_bounds__(kSelectThreads) select_rows(const Search s, int most_items) {
+    release_launch();
     const Cluster cluster = cooperative_groups::this_cluster();
     const int64_t place = blockIdx.x / cluster.num_blocks();
     const uint32_t* const maxima = s.maxima + place * (s.stride / kBlockRows);
@@ -188,7 +189,7 @@ cudaError_t run_few(const Search& s, void* stream) {
         if (error != cudaSuccess) return error;
     }
     const dim3 grid{unsigned(W::kBlocks), unsigned(s.rows)};
-    return launch(search_few<D, W>, grid, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, false, stream, s);
+    return launch(search_few<D, W>, grid, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, true, stream, s);
 }
 
 template <int D, class W>
@@ -197,7 +198,7 @@ cudaError_t run_scores(const Search& s, int multiprocessors, void* stream) {
     const int64_t most = s.stride / (W::kWarps * kRun) + 1;
     int64_t splits = groups * 4 <= slots ? slots / groups : (2 * slots + groups - 1) / groups;
     splits = splits < most ? splits : most;
-    return launch(score<D, W>, dim3{unsigned(splits), unsigned(groups)}, W::kThreads, sizeof(ScoreMemory<D, W>), 1, false, stream, s);
+    return launch(score<D, W>, dim3{unsigned(splits), unsigned(groups)}, W::kThreads, sizeof(ScoreMemory<D, W>), 1, true, stream, s);
 }
 
 template <int D>

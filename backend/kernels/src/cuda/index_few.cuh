@@ -210,8 +210,11 @@ __global__ void __launch_bounds__(W::kThreads, W::kPerSm) search_few(const Searc
     const FewSearch<D, W> few{memory, int(blockIdx.x)};
     const int64_t row = s.first + blockIdx.y, width = a.width;
     const int self = int(blockIdx.x * T + threadIdx.x), all = int(gridDim.x) * T, wanted = int(a.top_k);
-    const Sight sight(s, row);
+    release_launch();
+    prefetch_row(s, row, T);
     few.start();
+    await_launch();
+    const Sight sight(s, row);
     uint32_t highest = 0;
     const Share share = score_rows(s, row, 1, sight, memory.score, [&](int, int, int here, bool is_entry, float score) {
         const uint32_t bits = is_entry ? ordered_bits(score) : 0;

@@ -38,13 +38,24 @@ struct Search {
     int block_shift;   // that of the key blocks of a candidate; 0 where there are none
 };
 
-// Asks for a line of memory to come to L2.
-__device__ inline void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Asks for what a row's search begins with, before the launches that write it have ended: the first of the row's blocks.
+__device__ inline void prefetch_row(const Search& s, int64_t row, int threads) {
+    const cedar_mqa_logits_topk_args& a = s.a;
+    if (blockIdx.x != 0) return;
+    const int bytes = int(a.heads * a.dim) * (a.type == CEDAR_BF16 ? 2 : 4);
+    for (int i = int(threadIdx.x) * 128; i < bytes; i += threads * 128) prefetch_line(static_cast<const char*>(a.query) + row * bytes + i);
+    if (threadIdx.x == 0) prefetch_line(a.visible + row);
+    if (threadIdx.x == 1) prefetch_line(a.base + row);
+    if (a.candidates != nullptr)  // which of them are whose is known only when `visible` is
+#pragma unroll 1
+        for (int i = int(threadIdx.x) * 16; i < int(a.candidate_blocks); i += threads * 16)
+            prefetch_line(a.candidates + row * a.candidate_blocks + i);
+}
 
 __device__ inline int64_t pool_row(const Search& s, int64_t base, int64_t entry) {
-    if (s.page_shift >= 0) return (__ldg(s.a.pages + base + (entry >> s.page_shift)) << s.page_shift) + (entry & (s.a.per_page - 1));
+    if (s.page_shift >= 0) return (__ldcg(s.a.pages + base + (entry >> s.page_shift)) << s.page_shift) + (entry & (s.a.per_page - 1));
     const uint32_t page = uint32_t(entry) / uint32_t(s.a.per_page);
-    return __ldg(s.a.pages + base + page) * s.a.per_page + (entry - int64_t(page) * s.a.per_page);
+    return __ldcg(s.a.pages + base + page) * s.a.per_page + (entry - int64_t(page) * s.a.per_page);
 }
 
 __device__ inline void write_entry(const Search& s, int64_t row, int64_t base, int i, int64_t position) {
@@ -113,14 +124,14 @@ struct QueryPart {
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
             bits[i] = make_uint4(0, 0, 0, 0);
-            if (head + i * kStep < heads) bits[i] = __ldg(from + i * kStep * kChunks);
+            if (head + i * kStep < heads) bits[i] = __ldcg(from + i * kStep * kChunks);
         }
         const int tail = chunk * 8 - (D - 2 * int(a.pairs));
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
             const int64_t angle = row * a.pairs + (tail + 2 * p) / 2;
-            cos[p] = tail + 2 * p < 0 ? 1.0f : __ldg(a.cos + angle);
-            sin[p] = tail + 2 * p < 0 ? 0.0f : __ldg(a.sin + angle);
+            cos[p] = tail + 2 * p < 0 ? 1.0f : __ldcg(a.cos + angle);
+            sin[p] = tail + 2 * p < 0 ? 0.0f : __ldcg(a.sin + angle);
         }
         if (int(threadIdx.x) < int(a.heads)) {
             const int64_t at = row * a.heads + threadIdx.x;

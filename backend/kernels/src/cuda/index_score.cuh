@@ -34,7 +34,7 @@ struct Lookup {
         for (int i = 0; i < kBatch; ++i) {
             block[i] = uint32_t(list.first + min(from + i * kThreads, list.count - 1));
             number[i] = quotient(block[i], per_block, s.block_shift);
-            if (a.candidates != nullptr) candidate[i] = uint64_t(__ldg(a.candidates + list.row * a.candidate_blocks + number[i]));
+            if (a.candidates != nullptr) candidate[i] = uint64_t(__ldcg(a.candidates + list.row * a.candidate_blocks + number[i]));
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -47,7 +47,7 @@ struct Lookup {
             number[i] = quotient(entry, per_page, s.page_shift);
             inside[i] = (entry - number[i] * per_page) / kBlockRows;
             page[i] = 0;
-            if (live[i] > 0) page[i] = uint32_t(__ldg(a.pages + list.base + number[i]));
+            if (live[i] > 0) page[i] = uint32_t(__ldcg(a.pages + list.base + number[i]));
         }
     }
 
@@ -266,10 +266,6 @@ template <int D, class W, class Store>
 __device__ Share score_rows(const Search& s, int64_t row, int count, const Sight& sight, ScoreMemory<D, W>& memory, const Store& store) {
     const cedar_mqa_logits_topk_args& a = s.a;
     const int lane = threadIdx.x % kWarp, self = int(threadIdx.x) / kWarp * kRunBlocks;
-    if (a.candidates != nullptr && blockIdx.x == 0)  // which of them are whose is known only when `visible` is
-#pragma unroll 1
-        for (int i = int(threadIdx.x) * 16; i < int(a.candidate_blocks); i += W::kThreads * 16)
-            prefetch(a.candidates + row * a.candidate_blocks + i);
     const QueryPart<D, W> part(s, row);
     int64_t most = a.candidates != nullptr || is_scored(a, sight.visible) ? sight.visible : 0;
     for (int t = 1; t < count; ++t) {
@@ -373,8 +369,10 @@ __global__ void __launch_bounds__(W::kThreads, W::kPerSm) score(const Search s) 
     extern __shared__ __align__(1024) unsigned char score_memory[];
     ScoreMemory<D, W>& memory = *reinterpret_cast<ScoreMemory<D, W>*>(score_memory);
     int64_t row = s.first + int64_t(blockIdx.y) * W::kRows;
+    if constexpr (W::kRows == 1) prefetch_row(s, row, W::kThreads);
+    await_launch();
+    release_launch();  // only now: those who choose read what came before this launch without a wait of their own
     const Sight first(s, row);
-    release_launch();
     if constexpr (W::kRows == 1) {
         score_rows(s, row, 1, first, memory, StoredScores(s, row));
     } else {

@@ -48,7 +48,7 @@ __device__ void for_pairs(const int64_t* ids, int pairs, int experts, const Body
     for (int first = threadIdx.x; first < pairs; first += kTogether * kPlanThreads) {
         int64_t id[kTogether];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) id[i] = first + i * kPlanThreads < pairs ? __ldg(ids + first + i * kPlanThreads) : -1;
+        for (int i = 0; i < kTogether; ++i) id[i] = first + i * kPlanThreads < pairs ? __ldcg(ids + first + i * kPlanThreads) : -1;
 #pragma unroll
         for (int i = 0; i < kTogether; ++i)
             if (id[i] >= 0 && id[i] < experts) body(first + i * kPlanThreads, int(id[i]));
@@ -58,9 +58,10 @@ __device__ void for_pairs(const int64_t* ids, int pairs, int experts, const Body
 // One block. Pairs whose expert does not exist belong to no group.
 __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, int pairs, int experts, int most_tokens, const Groups groups) {
     __shared__ int counts[kPlanThreads], totals[kWarp];
-    release_launch();
     const int e = threadIdx.x;
     counts[e] = 0;
+    await_launch();
+    release_launch();  // not before: what the first product's launch reads of tokens before its own wait is there
     if (e < 2) groups.taken[e] = 0;
     __syncthreads();
     for_pairs(ids, pairs, experts, [&](int, int expert) { atomicAdd(&counts[expert], 1); });
@@ -82,6 +83,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, 
 // Rounds x to MXFP8. A thread has 8 values, 4 threads a group of 32.
 __global__ void round_rows(const Bf16* x, Bf16* out, int64_t vectors) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    release_launch();
+    await_launch();
     if (i / kWarp * kWarp >= vectors) return;  // lanes behind the end repeat the last vector: a group is never divided
     float v[8];
     load_pack<8>(x + (i < vectors ? i : vectors - 1) * 8, v);
@@ -97,6 +100,8 @@ __global__ void round_rows(const Bf16* x, Bf16* out, int64_t vectors) {
 // The shared expert between its products. hidden [T, 2 inner] -> out [T, inner].
 __global__ void gate_rows(const Bf16* hidden, Bf16* out, int64_t inner, float limit, int64_t vectors) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    release_launch();
+    await_launch();
     if (i >= vectors) return;
     const int64_t row = i * 8 / inner, column = i * 8 % inner;
     float g[8], u[8];
@@ -113,9 +118,10 @@ constexpr int kRowThreads = 256, kSummedTogether = 6;  // experts whose results 
 __global__ void __launch_bounds__(kRowThreads, 2) sum_experts(const Bf16* parts, const int64_t* ids, int experts, int top_k, const Bf16* shared,
                                                               Bf16* out, int64_t hidden, int64_t vectors) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    release_launch();
+    await_launch();
     if (i >= vectors) return;
     const int64_t row = i * 8 / hidden, column = i * 8 % hidden;
-    await_launch();
     float total[8] = {}, last[8];
     load_pack<8>(shared + row * hidden + column, last);
 #pragma unroll 1
@@ -141,7 +147,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sum_experts(const Bf16* parts,
 unsigned blocks_for(int64_t vectors) { return unsigned((vectors + kRowThreads - 1) / kRowThreads); }
 
 cudaError_t quantise(const Bf16* x, Bf16* out, int64_t values, void* stream) {
-    return launch(round_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, false, stream, x, out, values / 8);
+    return launch(round_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, true, stream, x, out, values / 8);
 }
 
 bool is_streamed(int64_t rows) { return rows <= kStreamRows; }
@@ -199,8 +205,7 @@ cudaError_t stream_product(const cedar_moe_fp4_args& a, const ExpertProduct& p, 
         constexpr auto kernel = stream_experts<NC, kFirst, std::decay_t<decltype(rows)>>;
         const dim3 grid(unsigned(count * kStreamBlocks<NC>));
         const size_t bytes = size_t(kRingStages<NC>) * kRingStageBytes<NC>;
-        const bool early = !kFirst || a.rows > 1;  // or nothing of this operation runs before it
-        return launch(kernel, grid, kStreamThreads, bytes, 1, early, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows,
+        return launch(kernel, grid, kStreamThreads, bytes, 1, true, stream, p, w.groups, maps, q, rows, int(a.experts), shared.rows,
                       units, int(a.top_k));
     });
 }
@@ -228,7 +233,7 @@ int shared_expert(const cedar_moe_fp4_args& a, const Workspace& w, const Bf16* x
     const Dense first{x, a.rows, a.hidden, 2 * a.inner, a.shared_w13, a.shared_w13_scale, a.shared_type, w.shared_hidden};
     if (const int status = dense_product("moe_fp4", first, stream)) return status;
     const int64_t values = a.rows * a.inner;
-    cudaError_t error = launch(gate_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, false, stream, w.shared_hidden, w.shared_inner, a.inner,
+    cudaError_t error = launch(gate_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, true, stream, w.shared_hidden, w.shared_inner, a.inner,
                                float(a.limit), values / 8);
     if (error == cudaSuccess && a.act_quant) error = quantise(w.shared_inner, w.shared_inner, values, stream);
     if (error != cudaSuccess) return finish("moe_fp4", error);
@@ -242,7 +247,7 @@ cudaError_t routed_experts(const cedar_moe_fp4_args& a, const Workspace& w, cons
     const bool wide = is_wide(a.rows);
     cudaError_t error = cudaSuccess;
     if (a.rows > 1)
-        error = launch(plan_groups, dim3(1), kPlanThreads, 0, 1, false, stream, a.ids, pairs, int(a.experts), most_tokens(a.rows), w.groups);
+        error = launch(plan_groups, dim3(1), kPlanThreads, 0, 1, true, stream, a.ids, pairs, int(a.experts), most_tokens(a.rows), w.groups);
     if (error == cudaSuccess && wide) error = group_for_wide(x, w.parts, w.groups, w.most_blocks, int(a.top_k), a.hidden, stream);
     if (error != cudaSuccess) return error;
     const ExpertProduct first = {static_cast<const uint8_t*>(a.w13), a.w13_scale, wide ? w.parts : x, int(2 * a.inner / kFp4Rows),

@@ -190,17 +190,18 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks<NC>)
                 copier.template order_tokens<false>(number);
         }
     };
-    // The first product's launch waits for the plan, which the shared expert does not need; the second's begins when the plan is
-    // there, and waits for the first's results.
-    if (!kFirst || !planned) release_launch();
-    const bool ahead = !kFirst || !planned || unit < shared_units;
+    // The first product's launch waits for the plan, which the shared expert does not need: its tokens are there when the plan begins.
+    // Without a plan it waits for tokens too. The second's begins when the plan or the ids are there, and waits for the first's results.
+    if (!kFirst) release_launch();
+    const bool ahead = !kFirst || unit < shared_units;
     bool begun = ahead && unit < (unit < shared_units ? shared_units : count_units()) && begin_first();
-    if (kFirst && begun) order();
+    const bool has_tokens = kFirst && planned && begun;
+    if (has_tokens) order();
     await_launch();
-    if (kFirst && planned) release_launch();
+    if (kFirst) release_launch();
     const int all = count_units();
     if (!ahead) begun = unit < all && begin_first();
-    if (begun && !(kFirst && ahead)) order();
+    if (begun && !has_tokens) order();
     const auto take = [&] {
         int next = unit + 2 * int(gridDim.x - unit % gridDim.x) - 1;
         if (planned && threadIdx.x % kWarp == 0) next = int(gridDim.x) + atomicAdd(groups.taken + !kFirst, 1);

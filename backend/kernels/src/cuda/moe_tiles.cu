@@ -61,14 +61,14 @@ cudaError_t multiply_wide(const ExpertProduct& p, const Groups& groups, int64_t 
         if (error != cudaSuccess) return error;
         WideMaps maps;
         if (!describe_wide(maps, p, experts)) return cudaErrorNotSupported;
-        return launch(wide_experts<kFirst>, dim3(unsigned(count)), kWideBlockThreads, size_t(kWideStages) * kWideStageBytes + 1024, 1, false, stream, p,
+        return launch(wide_experts<kFirst>, dim3(unsigned(count)), kWideBlockThreads, size_t(kWideStages) * kWideStageBytes + 1024, 1, true, stream, p,
                       groups, maps);
     }
     return cudaErrorNotSupported;
 }
 
 cudaError_t group_for_wide(const Bf16* x, Bf16* out, const Groups& groups, int64_t most_blocks, int top_k, int64_t hidden, void* stream) {
-    return launch(group_tokens, dim3(unsigned(most_blocks), 8), 256, 0, 1, false, stream, x, out, groups, top_k, hidden);
+    return launch(group_tokens, dim3(unsigned(most_blocks), 8), 256, 0, 1, true, stream, x, out, groups, top_k, hidden);
 }
 
 template cudaError_t multiply_tiles<true>(const ExpertProduct&, const Groups&, int64_t, void*);

@@ -44,6 +44,8 @@ __device__ inline uint32_t transpose_8x8(uint32_t pair) {
 // Blocks (b, i): tokens of block b of the plan, in the order of its places, laid out as described above. A lane has a chunk, and
 // neighbours the chunks of whole lines.
 __global__ void group_tokens(const Bf16* x, Bf16* out, const Groups groups, int top_k, int64_t hidden) {
+    release_launch();
+    await_launch();
     if (int(blockIdx.x) >= *groups.count) return;
     const int4 work = groups.blocks[blockIdx.x];
     const int chunks = int(hidden / 8);
@@ -206,6 +208,8 @@ __global__ void __launch_bounds__(kWideBlockThreads, 1)
         init_barrier(&empty[threadIdx.x], kWideWarps);
         publish_barriers();
     }
+    release_launch();
+    await_launch();
     __syncthreads();
     WideRing ring{memory + (1024 - shared_address(memory) % 1024) % 1024, full, empty};
     const int row_blocks = (p.tiles + kWideTiles - 1) / kWideTiles, units = *groups.count * row_blocks;

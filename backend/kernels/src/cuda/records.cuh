@@ -2,6 +2,10 @@
 // A warp that encodes one vector: lane l holds elements [l E, (l + 1) E) of it, dim = 32 E. Or several warps, kLanes lanes.
 #pragma once
 
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
 #include "common.cuh"
 
 namespace cedar::cuda {
@@ -27,21 +31,24 @@ __device__ inline float ue8m0_scale(float amax, float least, float inverse_limit
 // What is encoded of a scaled value. That it is no number is for the group's scale to say, not for a NaN's sign.
 __device__ inline float number(float x) { return x == x ? x : 0.0f; }
 
-// dim E4M3 codes, then dim / 32 UE8M0 scales.
+// dim E4M3 codes, then dim / 32 UE8M0 scales. copy: of the same record, or nullptr.
 template <int E, int kLanes = kWarp>
-__device__ inline void encode_fp8_record(const float (&x)[E], uint8_t* record, int lane) {
+__device__ inline void encode_fp8_record(const float (&x)[E], uint8_t* record, uint8_t* copy, int lane) {
     const float scale = ue8m0_scale(group_amax(x, kMxGroup), 1e-4f, float(1.0 / 448.0)), inverse = 1.0f / scale;  // exact
-    Pack<uint8_t, E> codes;
+    Pack<uint16_t, E / 2> codes;
 #pragma unroll
-    for (int i = 0; i < E; ++i) codes.v[i] = uint8_t(encode_e4m3(number(x[i] * inverse)));
+    for (int i = 0; i < E / 2; ++i)
+        codes.v[i] = __nv_cvt_float2_to_fp8x2(make_float2(number(x[2 * i] * inverse), number(x[2 * i + 1] * inverse)), __NV_SATFINITE, __NV_E4M3);
     // records are 33 dim / 32 bytes apart: aligned to 16 only where dim is a multiple of 512
-    constexpr bool kAligned = kLanes * E % 512 == 0;
-    uint8_t* to = record + lane * E;
+    using Piece = std::conditional_t<kLanes * E % 512 == 0, Pack<uint16_t, E / 2>, Pack<uint16_t, 1>>;
+    const auto store = [&](uint8_t* to) {
 #pragma unroll
-    for (int i = 0; i < E; ++i)
-        if constexpr (!kAligned) to[i] = codes.v[i];
-    if constexpr (kAligned) *reinterpret_cast<Pack<uint8_t, E>*>(to) = codes;
-    if (lane % (kMxGroup / E) == 0) record[kLanes * E + lane * E / kMxGroup] = uint8_t(__float_as_uint(scale) >> 23);
+        for (int i = 0; i < int(sizeof(codes) / sizeof(Piece)); ++i)
+            reinterpret_cast<Piece*>(to + lane * E)[i] = reinterpret_cast<const Piece*>(&codes)[i];
+        if (lane % (kMxGroup / E) == 0) to[kLanes * E + lane * E / kMxGroup] = uint8_t(__float_as_uint(scale) >> 23);
+    };
+    store(record);
+    if (copy != nullptr) store(copy);
 }
 
 // to: aligned to E / 2 bytes.
@@ -53,9 +60,9 @@ __device__ inline void store_e2m1(const float (&x)[E], uint8_t* to) {
     *reinterpret_cast<Pack<uint8_t, E / 2>*>(to) = pairs;
 }
 
-// dim / 2 bytes of E2M1 pairs, then dim / 16 E4M3 scales.
+// dim / 2 bytes of E2M1 pairs, then dim / 16 E4M3 scales. copy: as above.
 template <int E, int kLanes = kWarp>
-__device__ inline void encode_nvfp4_record(const float (&x)[E], uint8_t* record, int lane) {
+__device__ inline void encode_nvfp4_record(const float (&x)[E], uint8_t* record, uint8_t* copy, int lane) {
     const float amax = group_amax(x, kNvfp4Group);
     const float wanted = fminf(fmaxf(amax, 6.0f * 0x1p-9f) * float(1.0 / 6.0), 448.0f);
     const uint32_t scale = amax == amax ? encode_e4m3(wanted) : 0x7f;
@@ -63,8 +70,12 @@ __device__ inline void encode_nvfp4_record(const float (&x)[E], uint8_t* record,
     float y[E];
 #pragma unroll
     for (int i = 0; i < E; ++i) y[i] = __fdiv_rn(x[i], divisor);
-    store_e2m1(y, record + lane * E / 2);
-    if (lane % (kNvfp4Group / E) == 0) record[kLanes * E / 2 + lane * E / kNvfp4Group] = uint8_t(scale);
+    const auto store = [&](uint8_t* to) {
+        store_e2m1(y, to + lane * E / 2);
+        if (lane % (kNvfp4Group / E) == 0) to[kLanes * E / 2 + lane * E / kNvfp4Group] = uint8_t(scale);
+    };
+    store(record);
+    if (copy != nullptr) store(copy);
 }
 
 // Planar blocks of 8 rows: 8 x dim / 2 bytes of E2M1 pairs, then 8 x dim / 32 UE8M0 scales.
@@ -88,22 +99,31 @@ inline bool matches_type(int64_t record, int64_t type) {
     return record > CEDAR_RECORD_BF16 || record == (type == CEDAR_F32 ? CEDAR_RECORD_F32 : CEDAR_RECORD_BF16);
 }
 
-// Row `row` of a pool of any format but planar ones are byte ranges that start at row times their size.
+// Row `row` of a pool of any format but planar ones are byte ranges that start at row times their size. other: a pool that gets the
+// same record as its row `other_row`, or nullptr.
 template <class T, int kLanes = kWarp, int E>
-__device__ inline void encode_record(const float (&x)[E], int64_t record, void* pool, int64_t row, int lane) {
+__device__ inline void encode_record(const float (&x)[E], int64_t record, void* pool, int64_t row, int lane, void* other = nullptr,
+                                     int64_t other_row = 0) {
     constexpr int kDim = kLanes * E;
+    const auto copy = [&](int64_t bytes) { return other == nullptr ? nullptr : static_cast<uint8_t*>(other) + other_row * bytes; };
     switch (record) {
-        case CEDAR_RECORD_FP8:
-            encode_fp8_record<E, kLanes>(x, static_cast<uint8_t*>(pool) + row * (kDim + kDim / kMxGroup), lane);
+        case CEDAR_RECORD_FP8: {
+            constexpr int kBytes = kDim + kDim / kMxGroup;
+            encode_fp8_record<E, kLanes>(x, static_cast<uint8_t*>(pool) + row * kBytes, copy(kBytes), lane);
             break;
-        case CEDAR_RECORD_NVFP4:
-            encode_nvfp4_record<E, kLanes>(x, static_cast<uint8_t*>(pool) + row * (kDim / 2 + kDim / kNvfp4Group), lane);
+        }
+        case CEDAR_RECORD_NVFP4: {
+            constexpr int kBytes = kDim / 2 + kDim / kNvfp4Group;
+            encode_nvfp4_record<E, kLanes>(x, static_cast<uint8_t*>(pool) + row * kBytes, copy(kBytes), lane);
             break;
+        }
         case CEDAR_RECORD_MXFP4:
             encode_mxfp4_record<E, kLanes>(x, static_cast<uint8_t*>(pool), row, lane);
+            if (other != nullptr) encode_mxfp4_record<E, kLanes>(x, static_cast<uint8_t*>(other), other_row, lane);
             break;
         default:
             store_pack(static_cast<T*>(pool) + row * kDim + lane * E, x);
+            if (other != nullptr) store_pack(static_cast<T*>(other) + other_row * kDim + lane * E, x);
     }
 }
 
@@ -141,8 +161,8 @@ struct Rotation {
 #pragma unroll
         for (int i = 0; i < E / 2; ++i) {
             const bool rotated = first + 2 * i >= 0;
-            cos[i] = rotated ? all_cos[first / 2 + i] : 1.0f;
-            sin[i] = rotated ? all_sin[first / 2 + i] : 0.0f;
+            cos[i] = rotated ? all_cos[unsigned(first) / 2 + i] : 1.0f;
+            sin[i] = rotated ? all_sin[unsigned(first) / 2 + i] : 0.0f;
         }
     }
 

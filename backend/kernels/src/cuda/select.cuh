@@ -14,10 +14,7 @@
 namespace cedar::cuda {
 
 constexpr int kSelectThreads = 1024, kSelectWarps = kSelectThreads / kWarp;
-#ifndef CEDAR_INDEX_CLUSTER
-#define CEDAR_INDEX_CLUSTER 8
-#endif
-constexpr int kMostBlocks = CEDAR_INDEX_CLUSTER;  // of a cluster
+constexpr int kMostBlocks = 8;  // of a cluster
 constexpr int kDigitBits = 11, kBins = 1 << kDigitBits, kThreadBins = kBins / kSelectThreads;
 constexpr int kMostPasses = (32 + kDigitBits - 1) / kDigitBits;
 constexpr int kMostChosen = 2048;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // window_store: latency-bound, one launch at decode.
 #include "bodies.h"
+#include "ptx.cuh"
 #include "records.cuh"
 
 namespace cedar::cuda {
@@ -33,26 +34,32 @@ template <class T, int E>
 __global__ void window_encode(const cedar_window_store_args a, bool into_ring, int64_t bytes) {
     const int lane = threadIdx.x % kWarp;
     const int64_t row = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
+    release_launch();
     if (row >= a.rows) {
+        await_launch();
         const int64_t copied = row - a.rows;
         if (copied < a.history_rows) copy_record(a.ring, a.history[copied], a.table, copied, bytes, lane);
         return;
     }
     float x[E], weight[E];
     Rotation<E> rotation;
-    load_pack(static_cast<const T*>(a.kv) + row * kWarp * E + lane * E, x);
     load_pack(a.norm_weight + lane * E, weight);
+    if (lane * E * int(sizeof(T)) % 128 == 0) prefetch_line(static_cast<const T*>(a.kv) + row * kWarp * E + lane * E);
+    if (lane < 2) prefetch_line((lane == 0 ? a.cos : a.sin) + row * a.pairs);
+    await_launch();
+    load_pack(static_cast<const T*>(a.kv) + row * kWarp * E + lane * E, x);
     rotation.load(a.cos + row * a.pairs, a.sin + row * a.pairs, int(a.pairs), lane);
     const int64_t ring_row = into_ring ? a.store_to[row] : 0;
     norm_lanes<T>(x, weight, float(a.norm_eps));
     rotation.template apply<T>(x);
-    encode_record<T>(x, a.record, a.table, a.history_rows + row, lane);
-    if (into_ring) encode_record<T>(x, a.record, a.ring, ring_row, lane);
+    encode_record<T>(x, a.record, a.table, a.history_rows + row, lane, into_ring ? a.ring : nullptr, ring_row);
 }
 
 __global__ void window_keep(const cedar_window_store_args a, int64_t bytes) {
     const int lane = threadIdx.x % kWarp;
     const int64_t i = int64_t(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp;
+    release_launch();
+    await_launch();
     if (i >= a.stores) return;
     const int64_t from = a.history_rows + (a.store_from == nullptr ? i : a.store_from[i]);
     copy_record(a.table, from, a.ring, a.store_to[i], bytes, lane);
@@ -64,9 +71,10 @@ template <class T, int E>
 cudaError_t launch_window(const cedar_window_store_args& a, void* stream) {
     const bool into_ring = a.history_rows == 0 && a.store_from == nullptr && a.stores == a.rows;
     const int64_t bytes = bytes_of(a.record, a.dim);
-    const cudaError_t error = launch(window_encode<T, E>, blocks_for(a.rows + a.history_rows), kRowsPerBlock * kWarp, 0, 1, false, stream, a, into_ring, bytes);
+    const cudaError_t error = launch(window_encode<T, E>, blocks_for(a.rows + a.history_rows), kRowsPerBlock * kWarp, 0, 1, true, stream, a,
+                                     into_ring, bytes);
     if (error != cudaSuccess || into_ring || a.stores == 0) return error;
-    return launch(window_keep, blocks_for(a.stores), kRowsPerBlock * kWarp, 0, 1, false, stream, a, bytes);
+    return launch(window_keep, blocks_for(a.stores), kRowsPerBlock * kWarp, 0, 1, true, stream, a, bytes);
 }
 
 }  // namespace
