@@ -17,10 +17,7 @@
 namespace cedar::cuda {
 namespace {
 
-#ifndef CEDAR_LINEAR_WIDE_FROM
-#define CEDAR_LINEAR_WIDE_FROM 640
-#endif
-constexpr int64_t kWideFrom = CEDAR_LINEAR_WIDE_FROM;  // with more rows
+constexpr int64_t kWideFrom = 640;  // with more rows
 
 constexpr int kRowThreads = 256;
 

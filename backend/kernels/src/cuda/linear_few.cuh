@@ -12,11 +12,8 @@
 
 namespace cedar::cuda {
 
-#ifndef CEDAR_LINEAR_FEW_STAGES
-#define CEDAR_LINEAR_FEW_STAGES 3  // of 128 bytes of each row
-#endif
-
-constexpr int kFewWarps = 8, kFewThreads = kFewWarps * kWarp, kFewTokens = 16, kFewStages = CEDAR_LINEAR_FEW_STAGES;
+constexpr int kFewWarps = 8, kFewThreads = kFewWarps * kWarp, kFewTokens = 16;
+constexpr int kFewStages = 3;    // of 128 bytes of each row
 constexpr int kFewSingle = 125;  // percent that tiles by themselves cost, of what they cost by twos
 
 // Block (i, g): of group g the i-th RT tiles times its warps over the parts.

@@ -17,15 +17,9 @@
 
 namespace cedar::cuda {
 
-#ifndef CEDAR_LINEAR_CLUSTER
-#define CEDAR_LINEAR_CLUSTER 4  // most blocks that share k
-#endif
-
-#ifndef CEDAR_LINEAR_OWN_SUMS
-#define CEDAR_LINEAR_OWN_SUMS 48  // up to so many tokens, sums have a place of their own beside the ring
-#endif
-
-static_assert(CEDAR_LINEAR_CLUSTER <= 8, "a warp group's 64 rows are owned in eights");
+constexpr int kMostGroupParts = 4;  // blocks that share k
+constexpr int kOwnSumsTokens = 48;  // up to so many, sums have a place of their own beside the ring
+static_assert(kMostGroupParts <= 8, "a warp group's 64 rows are owned in eights");
 constexpr int kMostGroups = 4, kGroupDepth = 64, kMostGroupTokens = 128, kMostGroupStages = 8;
 constexpr size_t kMostGroupShared = 226 * 1024;  // static shared memory is besides
 constexpr int kSumsBlock = 72;  // floats of 8 rows times 8 tokens: four blocks' values of a row meet all banks
@@ -34,7 +28,7 @@ constexpr int kSumsBlock = 72;  // floats of 8 rows times 8 tokens: four blocks'
 // the tokens, twice N rows of 128 bytes. All are swizzled by the copy engine.
 template <int N, class Weight>
 struct GroupStage {
-    static constexpr bool kFp8 = Weight::kSteps == 4, kOwnSums = N <= CEDAR_LINEAR_OWN_SUMS;
+    static constexpr bool kFp8 = Weight::kSteps == 4, kOwnSums = N <= kOwnSumsTokens;
     static constexpr int kHalves = kFp8 ? 1 : 2, kBoxBytes = 64 * 128, kRowsBytes = kBoxBytes * kHalves, kTokenBytes = N * 128;
     __host__ __device__ static constexpr int bytes(int groups) { return groups * kRowsBytes + 2 * kTokenBytes; }
     __host__ __device__ static constexpr int sums_bytes(int groups) { return groups * N * kSumsBlock * int(sizeof(float)); }  // of all parts
@@ -251,7 +245,7 @@ inline GroupSplit group_split(const Product& p, int64_t groups, int parts, int t
 
 // Of the dimensions alone: some tens of tokens are assumed.
 inline int group_parts(const Product& p, int64_t groups, int most_parts) {
-    most_parts = std::min(most_parts, CEDAR_LINEAR_CLUSTER);
+    most_parts = std::min(most_parts, kMostGroupParts);
     GroupSplit best = group_split(p, groups, 1, 48, 1, kMostGroups);
     const int64_t blocks = p.in_dim / kGroupDepth;
     for (int parts = 2; parts <= most_parts && (blocks + parts - 1) / parts * (parts - 1) < blocks; parts *= 2) {  // none is to have nothing

@@ -14,19 +14,9 @@
 
 namespace cedar::cuda {
 
-#ifndef CEDAR_LINEAR_PARTS
-#define CEDAR_LINEAR_PARTS 8  // the largest cluster
-#endif
-
-#ifndef CEDAR_LINEAR_WARPS
-#define CEDAR_LINEAR_WARPS 1900  // with two tiles of outputs and a part of k each, for which k is divided
-#endif
-
-#ifndef CEDAR_LINEAR_PROMOTION
-#define CEDAR_LINEAR_PROMOTION "256B"  // of a weight's row that come to L2 with a copy
-#endif
-
-constexpr int kMostParts = CEDAR_LINEAR_PARTS, kMostRowTiles = 20, kSplitTokens = 128;
+constexpr int kMostParts = 8;           // blocks of the largest cluster
+constexpr int64_t kWantedWarps = 1900;  // with two tiles of outputs and a part of k each, for which k is divided
+constexpr int kMostRowTiles = 20, kSplitTokens = 128;
 constexpr int64_t kSms = 132;  // an H200's; what divides the work evenly there does well elsewhere
 
 struct Product {
@@ -61,7 +51,7 @@ struct Split {
 // Parts of k, so many that there are some sixteen warps of 32 outputs for each multiprocessor.
 inline int parts_for(int64_t out_dim, int64_t blocks, int64_t groups, int most_parts) {
     int parts = 1;
-    while (parts * 2 <= most_parts && parts * 2 <= blocks && (out_dim + 31) / 32 * groups * parts < CEDAR_LINEAR_WARPS) parts *= 2;
+    while (parts * 2 <= most_parts && parts * 2 <= blocks && (out_dim + 31) / 32 * groups * parts < kWantedWarps) parts *= 2;
     return parts;
 }
 
@@ -98,7 +88,7 @@ struct SplitRing {
 
 // 16 bytes of a row whose next ones follow soon.
 __device__ inline void copy_codes(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global.L2::" CEDAR_LINEAR_PROMOTION " [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 __device__ inline uint32_t pair_of(float low, float high) {
