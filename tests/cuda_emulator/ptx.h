@@ -143,7 +143,7 @@ inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, uint32_t address
 
 inline void cp_async_cg_shared_global(uint32_t shared, const void* global, uint32_t size) { start_plain_copy(shared, global, size, size); }
 inline void cp_async_cg_shared_global(uint32_t shared, const void* global, uint32_t size, uint32_t bytes) { start_plain_copy(shared, global, size, bytes); }
-inline void cp_async_cg_shared_global_L2(uint32_t shared, const void* global, uint32_t size) { start_plain_copy(shared, global, size, size); }
+inline void cp_async_cg_shared_global_L2_256B(uint32_t shared, const void* global, uint32_t size) { start_plain_copy(shared, global, size, size); }
 inline void cp_async_ca_shared_global(uint32_t shared, const void* global, uint32_t size) { start_plain_copy(shared, global, size, size); }
 inline void cp_async_mbarrier_arrive_noinc_shared_cta_b64(uint32_t address) { arrive_after_copies(address); }
 inline void cp_async_commit_group() { close_copies(); }

@@ -41,7 +41,8 @@ SMALL = [
     pytest.param(
         "_linear",
         "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends "
-        "or True-300-2624 or True-48-40000 or grouped_projection_depends and (3-256 or 2-1024)",
+        "or True-300-2624 or True-48-40000 or True-48-32768 or some_tens and 1- and (328 or 2080) "
+        "or grouped_projection_depends and (3-256 or 2-1024)",
         id="linears",
     ),
     pytest.param(
@@ -57,7 +58,7 @@ SMALL = [
     ),
     pytest.param(
         "_attention",
-        "output_differs and [3- and not sizes10 or single_key and 63 or without_keys or other_bits and [17- "
+        "output_differs and [3- and not sizes10 or single_key and 63 or without_keys or other_bits and [17- or half_of_a_tile "
         "or row_of_many and 129 and sizes0",
         id="mega_attention",
     ),

@@ -92,6 +92,16 @@ def test_a_boundary_differs_from_the_reference(rows: int, hidden: int, parts: st
             assert_close(one.cpu(), other, 4e-3)
 
 
+@pytest.mark.parametrize("rows", [8, 9, 24, 25, 41, 57, 113, 120, 121, 384, 513])
+def test_a_boundary_of_whole_tiles_differs(rows: int) -> None:
+    """Tiles that clusters share evenly or not, the last one whole or not."""
+    arguments = boundary(rows, 5120)
+    for one, other in zip(flat(on_gpu(mega_mhc, *map(to_gpu, arguments))), flat(mega_mhc(*arguments)), strict=True):
+        assert one is not None
+        assert other is not None
+        assert_close(one.cpu(), other, 4e-3)
+
+
 @pytest.mark.parametrize("rows", [70, 640])
 def test_a_boundary_depends_on_its_batch(rows: int) -> None:
     streams, written, pre, mixing, norm = (to_gpu(x) for x in boundary(rows, 5120))
@@ -146,6 +156,47 @@ def test_a_choice_depends_on_its_batch(rows: int) -> None:
     )
     bias = torch.zeros(384).cuda()
     same_bits(lambda part: on_gpu(mega_gate, x[part].contiguous(), weight, bias, 6, 1.5), rows)
+
+
+@pytest.mark.parametrize("rows", [129, 193, 257, 384, 385, 449, 512, 513, 561, 640])
+def test_a_choice_depends_on_its_place_among_many(rows: int) -> None:
+    g = seeded(rows)
+    x = torch.randn(rows, 5120, generator=g).to(BF16).cuda()
+    weight, bias = torch.randn(384, 5120, generator=g).to(BF16).cuda(), torch.randn(384, generator=g).cuda()
+    ids, weights = on_gpu(mega_gate, x, weight, bias, 6, 1.5)
+    for start in (0, *torch.randint(rows, (3,), generator=g).tolist(), rows - 1):
+        part = slice(start, start + 1 + start % 7)
+        some_ids, some_weights = on_gpu(mega_gate, x[part].contiguous(), weight, bias, 6, 1.5)
+        assert torch.equal(some_ids, ids[part])
+        assert torch.equal(some_weights, weights[part])
+
+
+@pytest.mark.parametrize("rows", [5, 48, 128, 384, 512, 900, 2053])
+@torch.inference_mode()
+def test_a_router_that_begins_early_reads_what_is_not_written_yet(rows: int) -> None:
+    streams, written, pre, mixing, norm = (to_gpu(x) for x in boundary(rows, 5120))
+    g = seeded(rows)
+    weight, bias = torch.randn(384, 5120, generator=g).to(BF16).cuda(), torch.zeros(384).cuda()
+    several = [streams, streams.flip(0).contiguous(), streams.neg()]
+
+    def chain(wait: Callable[[], None]) -> list[Tensor]:
+        results: list[Tensor] = []
+        for given in several * 2:
+            normed = on_gpu(mega_mhc, given, written, pre, mixing, norm).normed
+            wait()
+            results += on_gpu(mega_gate, normed, weight, bias, 6, 1.5)
+            wait()
+        return results
+
+    expected = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(lambda: None)
+    for _ in range(20):
+        for result in captured:
+            result.zero_()
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 512])
@@ -242,12 +293,13 @@ def test_an_entry_depends_on_its_batch(dim: int, index_dim: int, ratio: int) -> 
     records = (GlobalRecords(dim), IndexKeyRecords(index_dim))
     nothing = torch.zeros(0, dtype=torch.int64).cuda()
 
-    def run(part: slice) -> list[Tensor]:
+    def run(part: slice, *, named: bool = False) -> list[Tensor]:
+        """named: the plan names all rows, which it may leave out."""
         pools = [RecordPool.allocate(record, 1112, torch.device("cuda")) for record in records]
         some = projected[part.start * ratio : part.stop * ratio].contiguous()
         number = torch.arange(part.stop - part.start).cuda()
         slots = 1 + number + part.start
-        plan = WritePlan(None, slots, number)
+        plan = WritePlan(number if named else None, slots, number)
         if ratio == 2:
             plan = WritePlan(2 * number + 1, slots, number * 2, 2 * number, nothing, nothing, nothing, False)
         opened = torch.ones(4, 2 * dim).cuda() if ratio == 2 else None
@@ -259,6 +311,8 @@ def test_an_entry_depends_on_its_batch(dim: int, index_dim: int, ratio: int) -> 
     for part in (slice(0, 1), slice(1, 8), slice(8, 71), slice(71, 171), slice(171, count)):
         for some, every in zip(run(part), together, strict=True):
             assert torch.equal(some, every[part])
+    for some, every in zip(run(slice(0, count), named=True), together, strict=True):
+        assert torch.equal(some, every)
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])

@@ -95,6 +95,7 @@ def case(
         (SMALL, (16, 3)),
         ((1, 512, 1), (128, 512)),
         ((70, 512, 16), (128, 100)),
+        ((40, 512, 256), (128, 300)),
         ((100, 128, 64), (128, 200)),
         ((64, 512, 32), (200, 2048)),
     ],
@@ -147,6 +148,18 @@ def test_a_nan_spreads_to_other_rows_of_many() -> None:
         x.query[300] = torch.nan
 
     assert_nan_stays(lambda: [x.run()], poison, 300)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1.0, 30.0])
+def test_a_half_of_a_tile_of_many_rows_is_lost(spread: float) -> None:
+    """Two groups make the probabilities of 32 keys each, which may all be masked, or far from the others."""
+    x = case(133, RELEASE, (128, 192), spread=spread)
+    for index in x.indices:
+        halves = index.view(133, -1, 32)
+        halves[torch.rand(halves.shape[:2], generator=torch.Generator("cuda").manual_seed(7), device="cuda") < 0.5] = 0
+    out = x.run()
+    assert_close(out, x.expected(), 8e-3)
+    assert torch.equal(x.run(), out)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 10.0, 100.0])
@@ -261,3 +274,30 @@ def test_a_captured_call_cannot_be_replayed() -> None:
     x.indices[1][:, ::3] = 0
     graph.replay()
     assert torch.equal(captured, x.run())
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 48, 128])
+@torch.inference_mode()
+def test_a_launch_that_begins_early_reads_what_is_not_written_yet(rows: int) -> None:
+    """Outputs are the next call's query, with no other launch between the two."""
+    x = case(rows, RELEASE, (128, 512))
+    views = [RecordView(pool, index) for pool, index in zip(x.pools, x.indices, strict=True)]
+    cos, sin = x.angle.cos(), x.angle.sin()
+
+    def chain(*, one_by_one: bool) -> Tensor:
+        out = x.query
+        for _ in range(12):
+            out = run_native(mega_attention, out, cos, sin, x.sink, views, 512**-0.5, 1 << 20)
+            if one_by_one:
+                torch.cuda.synchronize()
+        return out
+
+    expected = chain(one_by_one=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), using(everything()), torch.cuda.graph(graph):
+        captured = chain(one_by_one=False)
+    for _ in range(20):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
+    assert torch.equal(chain(one_by_one=False), expected)

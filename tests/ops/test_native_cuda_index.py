@@ -348,6 +348,53 @@ def test_scales_of_other_sizes_are_lost() -> None:
     x.check(x.run(), False)
 
 
+def with_scales_far_apart(x: Case) -> Case:
+    """In some heads of every third row: large and tiny sums of one head meet."""
+    query = x.query.clone()
+    query[::3, ::5, 32:64] *= 2.0**20
+    query[::3, 1::5, 96:] *= 2.0**-30
+    return replace(x, query=query)
+
+
+@pytest.mark.parametrize("rows", [7, 260])
+def test_scales_far_apart_change_other_rows(rows: int) -> None:
+    plain = replace(case(list(range(900, 900 + rows)), shared=True), most=1200)
+    x = with_scales_far_apart(plain)
+    results, others = x.run(), plain.run()
+    x.rows(slice(0, 7)).check([None if some is None else some[:7] for some in results], False)
+    for row in (0, 1, 2, 6, rows - 1):
+        alone = x.rows(slice(row, row + 1)).run()
+        for one, every, other in zip(alone, results, others, strict=True):
+            if one is None or every is None or other is None:
+                continue
+            assert torch.equal(one[0], every[row])
+            assert row % 3 == 0 or torch.equal(one[0], other[row])
+
+
+def test_scales_far_apart_do_not_reach_a_long_search() -> None:
+    x = with_scales_far_apart(case([3000, 20_001, 700, 9000], publish=100))
+    x.check(x.run(), False)
+    x = restricted(x, 500)
+    x.check(x.run(), False)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_key_that_is_no_number_is_not_the_best(wide: bool) -> None:
+    x = case([3000, 5000])
+    x = with_scales_far_apart(x) if wide else x
+    lost = [torch.tensor([5, 77, 2040], device="cuda"), torch.tensor([0, 63, 64, 4999], device="cuda")]
+    for row, positions in enumerate(lost):
+        places = x.pool_rows(row, positions)
+        records = x.pool.load(places)
+        for n, record in enumerate(records):
+            record[64 + n % 4] = 255
+        x.pool.store(records, places)
+    index = x.run()[0]
+    assert index is not None
+    for row, positions in enumerate(lost):
+        assert torch.isin(positions, index[row]).all()
+
+
 def test_other_keys_do_not_reach_the_reference() -> None:
     x = case([600], (33, 128, 32))
     with pytest.raises(NativeUnsupported, match="at most 32 heads"):

@@ -75,7 +75,7 @@ def test_a_product_differs_from_its_values(rows: int, outputs: int, inputs: int,
     assert_close(y, x.double() @ values.double().T, 5e-3)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(5120, 1024), (40000, 192), (2624, 256), (64, 16384)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(5120, 1024), (40000, 192), (32768, 512), (2624, 256), (64, 16384)])
 @pytest.mark.parametrize("rows", [8, 48, 70, 128, 300])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_product_of_full_blocks_or_many_stages_differs_from_its_values(rows: int, outputs: int, inputs: int, fp8: bool) -> None:
@@ -148,6 +148,20 @@ def test_few_rows_are_added_in_another_order(fp8: bool, outputs: int, inputs: in
         together = run(many)
         for start, stop in parts:
             assert torch.equal(run(many[start:stop].contiguous()), together[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(328, 4160), (1352, 2624), (72, 9280), (2080, 640)])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_some_tens_of_rows_depend_on_how_many_there_are(seed: int, outputs: int, inputs: int) -> None:
+    g = seeded(seed * outputs)
+    x = normal(g, 64, inputs).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, outputs, inputs) * torch.logspace(-3, 1, inputs, device="cuda"))
+    together = fp8_linear(x, codes, scale)
+    assert_close(together, x.double() @ dequantize_fp8_tiles(codes, scale, torch.float32).double().T, 5e-3)
+    for rows in (17, 24, 31, 32, 33, 41, 48, 50, 64):
+        start = int(torch.randint(0, 65 - rows, (1,), generator=g, device="cuda"))
+        part = slice(start, start + rows)
+        assert torch.equal(fp8_linear(x[part].contiguous(), codes, scale), together[part]), part
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -24,6 +24,8 @@
 #define threadIdx (::emulated::current->index)
 #define blockIdx (::emulated::current->block->index)
 #define __cvta_generic_to_shared(p) (size_t(::emulated::address_of(p)))
+#define __cvta_generic_to_global(p) (size_t(p))
+#define __cvta_global_to_generic(address) (reinterpret_cast<void*>(address))
 #define __trap() ::emulated::failed("__trap")
 
 inline const ::emulated::Index3 &blockDim = ::emulated::block_dim, &gridDim = ::emulated::grid_dim;
