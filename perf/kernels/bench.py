@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from perf.kernels.case import EVICTING_BYTES, OURS, Case, Unavailable
+from perf.kernels.peers import launch_early
 from perf.tables import beside, facts_of
 
 from cedar.ops.native import load
@@ -260,11 +261,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.3, help="of measuring per row")
     parser.add_argument("--limit", type=float, help="seconds after which no row is begun; smallest sizes first")
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the references")
+    parser.add_argument("--early", action="store_true", help="DeepGEMM's launches begin early too, as the library's do")
     parser.add_argument("--host-gib", type=int, default=8, help="Engram table in pinned host memory; 0: none")
     parser.add_argument("--output", type=Path, default=Path("perf/results/kernels_h200.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here")
+    if options.early:
+        launch_early()
     began = time.monotonic()
     torch.manual_seed(0)
     ceiling = ceilings(max(0.3, options.seconds))

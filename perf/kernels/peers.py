@@ -34,6 +34,11 @@ def deep_gemm() -> Any:
     return _module("deep_gemm")
 
 
+def launch_early() -> None:
+    """From here on DeepGEMM's launches begin while those before them end, where its kernels await them. Raises `Unavailable`."""
+    deep_gemm().set_pdl(True)
+
+
 def flash_mla() -> tuple[Any, dict[str, bool]]:
     """The module (distribution tokenspeed-flashmla, or sgl-flash-mla) and what its Hopper kernels are to be called with besides.
 
