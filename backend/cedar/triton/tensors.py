@@ -75,7 +75,7 @@ INPUTS: Final[tuple[Tensor, ...]] = (
         "JSON object, keys below; numeric strings are coerced",
         f"one JSON object of at most {MAX_SAMPLING_PARAMETERS_BYTES} bytes",
     ),
-    _scalar("max_tokens", "INT32", "a whole number, 1 or more", "default: 1024, or what the context and the KV budget leave if that is less"),
+    _scalar("max_tokens", "INT32", "a whole number, 1 or more", "default: 1024, or what context and KV budget leave if less"),
     _scalar("min_tokens", "INT32", "a whole number, 0 or more and at most max_tokens", "no end of text before; default 0"),
     _scalar("top_k", "INT32", "a whole number, 0 (off) or more", "default 0: off"),
     _scalar("end_id", "INT32", "a token id of the vocabulary", "the token that ends the text; default: the tokenizer's"),
