@@ -266,8 +266,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
     if (warp / 4 == part)
         for (int half = 0; half < 2; ++half) sinks[half] = raw_sink(a, at, threadIdx.x % kGroupThreads, half);
     if (threadIdx.x == kThreads - 1) {
-        for (uint64_t& barrier : memory.landed) start_barrier(&barrier);
-        for (uint64_t& barrier : memory.probabilities) start_barrier(&barrier, 1 + kReaderThreads / kWarp);
+        for (uint64_t& barrier : memory.landed) init_barrier(&barrier, 1);
+        for (uint64_t& barrier : memory.probabilities) init_barrier(&barrier, 1 + kReaderThreads / kWarp);
         make_barrier(&memory.free, kReaderThreads / kWarp);
         make_barrier(&memory.values_there, kWriterWarps);
         publish_barriers();
@@ -330,13 +330,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
     give_registers<2 * 128 - kFewRegisters>();
     const PartTiles mine = gather(keys, [] {});
     if (threadIdx.x == kThreads - 1) {
-        expect_bytes(&memory.landed[kMaxima], kSlices * kReaders * Parcel<kWarp>::bytes(mine.count));
-        expect_bytes(&memory.landed[kTotals], kSlices * kReaders * Parcel<kWarp>::bytes(mine.count));
+        announce_bytes(&memory.landed[kMaxima], kSlices * kReaders * Parcel<kWarp>::bytes(mine.count));
+        announce_bytes(&memory.landed[kTotals], kSlices * kReaders * Parcel<kWarp>::bytes(mine.count));
 #pragma unroll
         for (int i = 0; i < kTwos; ++i)
             if (2 * i < mine.count)
-                expect_bytes(&memory.probabilities[i], kReaders * (kSlices - 1) * Parcel<kGroupThreads>::bytes_of_two(i));
-        expect_bytes(&memory.landed[kSums], sizeof(memory.arrivals.sums) + sizeof(memory.notes));
+                announce_bytes(&memory.probabilities[i], kReaders * (kSlices - 1) * Parcel<kGroupThreads>::bytes_of_two(i));
+        announce_bytes(&memory.landed[kSums], sizeof(memory.arrivals.sums) + sizeof(memory.notes));
     }
     Pieces values[kValueKeys];
 #pragma unroll

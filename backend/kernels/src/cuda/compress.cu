@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const __grid_con
     wk.load(a.wk, tile, part, lane, tiles + warp * S::kTileBytes);
     close_copies();
     if constexpr (kBlocks > 1) {
-        if (threadIdx.x == 0) start_barrier(&arrived), publish_barriers();
+        if (threadIdx.x == 0) init_barrier(&arrived, 1), publish_barriers();
         __syncwarp();
         arrive_at_cluster();
     }
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(S::kWarps* kWarp, 1) compress(const __grid_con
         if constexpr (kBlocks > 1) {
             await_cluster();  // block 0's barrier is there
             if (lane % 4 * 2 < count) send(address_in(shared_address(to), 0), address_in(shared_address(&arrived), 0), fragment);
-            if (rank == 0 && threadIdx.x == 0) expect_bytes(&arrived, uint32_t(S::kParts * S::kTiles * 8 * ((count + 1) / 2) * 16));
+            if (rank == 0 && threadIdx.x == 0) announce_bytes(&arrived, uint32_t(S::kParts * S::kTiles * 8 * ((count + 1) / 2) * 16));
         } else {
             *reinterpret_cast<float4*>(to) = fragment;
             rotation.load(a.cos + group * a.pairs, a.sin + group * a.pairs, int(a.pairs), piece);

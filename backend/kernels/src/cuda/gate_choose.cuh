@@ -2,7 +2,7 @@
 // From a token's scores to its experts and their weights, by one warp.
 #pragma once
 
-#include "common.cuh"
+#include "ptx.cuh"
 
 namespace cedar::cuda {
 
@@ -156,7 +156,7 @@ __device__ inline void prefetch_biases(const cedar_mega_gate_args& a, int64_t fi
     const auto prefetch = [&](const void* first, int64_t bytes) {
 #pragma unroll 1
         for (int64_t i = lane * kLine; i < bytes; i += kWarp * kLine)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(first) + i));
+            prefetch_line(static_cast<const char*>(first) + i);
     };
     prefetch(a.bias, a.experts * sizeof(float));
     if (a.image != nullptr) prefetch(a.image_bias, a.experts * sizeof(float)), prefetch(a.image + first_token, tokens);

@@ -55,11 +55,11 @@ struct FewSearch {
 
     __device__ void start() const {
         if (threadIdx.x == 0) {
-            start_barrier(&memory.ranges_landed);
-            for (int i = 0; i < kFewPasses; ++i) start_barrier(&memory.counts_landed[i]);
+            init_barrier(&memory.ranges_landed, 1);
+            for (int i = 0; i < kFewPasses; ++i) init_barrier(&memory.counts_landed[i], 1);
             publish_barriers();
-            expect_bytes(&memory.ranges_landed, sizeof(memory.ranges));
-            for (int i = 0; i < kFewPasses; ++i) expect_bytes(&memory.counts_landed[i], W::kCountBytes);
+            announce_bytes(&memory.ranges_landed, sizeof(memory.ranges));
+            for (int i = 0; i < kFewPasses; ++i) announce_bytes(&memory.counts_landed[i], W::kCountBytes);
         }
         uint4* const bins = reinterpret_cast<uint4*>(memory.bins);
         for (int i = threadIdx.x; i < kFewPasses * kFewBins / 4; i += T) bins[i] = make_uint4(0, 0, 0, 0);

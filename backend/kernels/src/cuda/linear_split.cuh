@@ -31,7 +31,7 @@ struct Product {
 // Before x is awaited it may come to L2, where what is written meanwhile finds it: a line for each thread.
 __device__ inline void prefetch_tokens(const Product& p) {
     const int64_t block = blockIdx.x + gridDim.x * (blockIdx.y + int64_t(gridDim.y) * blockIdx.z), at = (block * blockDim.x + threadIdx.x) * 64;
-    if (p.early && at < p.tokens * p.x_stride) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.x + at));
+    if (p.early && at < p.tokens * p.x_stride) prefetch_line(p.x + at);
 }
 
 // Where a weight's codes or values are.
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(W* kWarp, SplitRing<RT, NT, W, Weight>::kResid
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 for (int step = 0; step < Ring::kStages - 1 && step < steps; ++step)
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(codes[r][half] + step * Ring::kSteps * Rows::kCodeStep));
+                    prefetch_line(codes[r][half] + step * Ring::kSteps * Rows::kCodeStep);
     await_launch();
     release_launch();
 

@@ -61,7 +61,7 @@ __device__ inline void expect_sums(uint64_t* full, int sums) {
     if (C == 1)
         arrive(full);
     else
-        expect_bytes(full, C * sums * kTokens * sizeof(float));
+        announce_bytes(full, C * sums * kTokens * sizeof(float));
 }
 
 template <int C>
@@ -104,10 +104,10 @@ __global__ void __launch_bounds__((G * kMostWarps + 1 + kCopyWarps) * kWarp, 1) 
 
     if (warp == G * warps) {
         if (lane == 0) {
-            for (int i = 0; i < G * kNormSlots; ++i) start_barrier(barriers + i, arrivals<C>(1));
-            for (int i = 0; i < kGateSlots<C>; ++i) start_barrier(gates_full + i, arrivals<C>(kGateSums)), start_barrier(gates_read + i);
-            for (int i = 0; i < G; ++i) start_barrier(partials_read + i, warps);
-            for (int i = 0; i < kAhead; ++i) start_barrier(tile_full + i, kCopyWarps), start_barrier(tile_read + i, warps);
+            for (int i = 0; i < G * kNormSlots; ++i) init_barrier(barriers + i, arrivals<C>(1));
+            for (int i = 0; i < kGateSlots<C>; ++i) init_barrier(gates_full + i, arrivals<C>(kGateSums)), init_barrier(gates_read + i, 1);
+            for (int i = 0; i < G; ++i) init_barrier(partials_read + i, warps);
+            for (int i = 0; i < kAhead; ++i) init_barrier(tile_full + i, kCopyWarps), init_barrier(tile_read + i, warps);
             publish_barriers();
         }
         __syncwarp();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__((G * kMostWarps + 1 + kCopyWarps) * kWarp, 1) 
             unsigned char* const to = stage_of(n);
             uint64_t* const full = tile_full + n % kAhead;
             if (n >= kAhead) await_phase(tile_read + n % kAhead, n / kAhead - 1), release_shared();
-            if (lane == 0) part == 0 ? expect_bytes(full, copies.all_bytes(first_row(n))) : arrive(full);  // each, so that none falls behind
+            if (lane == 0) part == 0 ? announce_bytes(full, copies.all_bytes(first_row(n))) : arrive(full);  // each, so that none falls behind
             copies.order(first_row(n), part, [&](int place, const void* from, uint32_t bytes) { copy_bulk(to + place, from, bytes, full); });
             __syncwarp();
         }

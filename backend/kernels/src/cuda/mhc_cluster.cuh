@@ -8,24 +8,8 @@
 
 namespace cedar::cuda {
 
-__device__ inline void start_barrier(uint64_t* barrier, int arrivals = 1) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-// The phase ends when this many bytes have come, before or after this call.
-__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-
 // Until the barrier's phase of this number has ended; what was stored for it is visible.
-__device__ inline void await_phase(uint64_t* barrier, int phase) {
-    asm volatile(
-        "{\n.reg .pred p;\nwait:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra done;\nbra wait;\ndone:\n}\n" ::"r"(shared_address(barrier)),
-        "r"(phase & 1)
-        : "memory");
-}
+__device__ inline void await_phase(uint64_t* barrier, int phase) { await_barrier(barrier, uint32_t(phase) & 1); }
 
 // In one piece: the compiler would store the components of an assigned uint4 one by one.
 __device__ inline void store_16(void* to, uint4 x) {

@@ -122,7 +122,7 @@ struct StreamCopier {
             const int lane = int(threadIdx.x) % kWarp, half = lane / 2 % 2, tile = lane / 4;
             if (tile >= kSharedTiles<NC>) return;
             const uint8_t* const scales = weight.scales_of(first_tile + tile, half, 0);
-            for (int at = lane % 2 * 32; at < p.depth * kFp4Depth / 32; at += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + at));
+            for (int at = lane % 2 * 32; at < p.depth * kFp4Depth / 32; at += 64) prefetch_line(scales + at);
         }
     }
     // Tell those that multiply of the unit, which begins in this stage, and find its tokens.

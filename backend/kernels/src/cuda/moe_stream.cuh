@@ -142,8 +142,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks<NC>)
         publish_barriers();
     }
     if (threadIdx.x == kStreamWarps * kWarp) {
-        const auto prefetch = [](const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); };
-        prefetch(maps.codes), prefetch(maps.scales), prefetch(maps.shared);
+        prefetch_map(&maps.codes), prefetch_map(&maps.scales), prefetch_map(&maps.shared);
     }
     __syncthreads();
     const StreamRing<NC> ring{memory, units, barriers, barriers + kRingStages<NC>};

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__((G + 1) * 128, 1)
                 const int64_t row = unit.row + rank * Stage::kRows + own;
                 const uint8_t* const at = weight.scale_at(unit.group * p.out_dim + (row < p.out_dim ? row : p.out_dim - 1), 0);
 #pragma unroll 1
-                for (int i = lane * 32; i < depth * 2; i += kWarp * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i));
+                for (int i = lane * 32; i < depth * 2; i += kWarp * 32) prefetch_line(at + i);
                 return at;
             }
             return nullptr;
