@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// mega_gate in one launch: on Hopper gate_group.cuh and gate_many.cuh, and here what runs anywhere and for other dimensions. A cluster
-// shares k for a tile of experts and of tokens: a block's share of both is on its way to shared memory from the start, or all but its
-// last part where not all has room. Experts are the rows of the matrix instruction (m16n8k16), tokens its columns. Each block adds up
-// the logits of some tokens over the cluster and stores their scores; of the blocks with scores of a token, the last to come chooses.
+// mega_gate in one launch: on Hopper gate_group.cuh, gate_whole.cuh and gate_many.cuh, and here what runs anywhere and for other
+// dimensions. A cluster shares k for a tile of experts and of tokens: a block's share of both is on its way to shared memory from the
+// start, or all but its last part where not all has room. Experts are the rows of the matrix instruction (m16n8k16), tokens its
+// columns. Each block adds up the logits of some tokens over the cluster and stores their scores; of the blocks with scores of a
+// token, the last to come chooses.
 //
 // A logit is the sum of the blocks' parts in their order, a part a chain over its k: for one dimension one order, whatever the
 // tiles, which depend on the number of rows.
 #include "bodies.h"
 #include "gate_group.cuh"
 #include "gate_many.cuh"
+#include "gate_whole.cuh"
 
 namespace cedar::cuda {
 namespace {
@@ -48,7 +50,7 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
     release_launch();
     await_launch();
     extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ __align__(16) Candidate candidates[EW * NW][kWarp];
+    __shared__ __align__(16) uint32_t words[EW * NW][kChoiceWords];
     __shared__ bool is_last;
     const cedar_mega_gate_args& a = gate.a;
     const int blocks = kHidden > 0 ? cluster_of(kHidden) : gate.blocks, hidden = kHidden > 0 ? kHidden : int(a.hidden);
@@ -173,8 +175,16 @@ __global__ void __launch_bounds__(EW* NW* kWarp, 1) route(const Gate gate) {
         for (int t = first_chosen; t < tokens; t += EW * NW * blocks) {
             const float* scores = gate.scores + (first_token + t) * gate.score_stride;
             if (t != first_chosen) bias = bias_of(a, first_token + t);
-            choose_any(a, first_token + t, [&](int e) { return __ldg(bias + e); },
-                       [&](int e) { return __ldcg(reinterpret_cast<const float4*>(scores + e)); }, candidates[warp], lane);
+            float score[kMostExperts / kWarp];
+            uint32_t key[kMostExperts / kWarp];
+#pragma unroll
+            for (int i = 0; i < kMostExperts / kWarp; ++i) {
+                const int e = expert_of(i, lane);
+                score[i] = e < a.experts ? __ldcg(scores + e) : 0.0f;
+                key[i] = e < a.experts ? ordered(score[i] + __ldg(bias + e)) : 0u;
+            }
+            const auto again = [&](int e) { return Scored{ordered(__ldcg(scores + e) + __ldg(bias + e)), __ldcg(scores + e)}; };
+            choose(a, first_token + t, score, key, again, words[warp], lane);
         }
     __syncwarp();
     await_cluster();
@@ -204,8 +214,9 @@ int run(const Gate& all, void* stream) {
     return finish("mega_gate", error);
 }
 
-// Up to 256 tokens by clusters of 16 blocks that share k, of which there are as many as a device has places for. Then by clusters of
-// 8, in the tiles that need the least time: each wave of clusters takes as long as a block's rows.
+// Up to 256 tokens by clusters of 16 blocks that share k, of which there are as many as a device has places for. Then by clusters that
+// choose by themselves, as long as one wave of them has all tokens. Then by clusters of 8, in the tiles that need the least time: each
+// wave of clusters takes as long as a block's rows.
 cudaError_t run_groups(const Gate& gate, void* stream) {
     const int64_t rows = gate.a.rows;
     if (rows <= 8) return run_group<16, 1, 8>(gate, stream);
@@ -213,6 +224,9 @@ cudaError_t run_groups(const Gate& gate, void* stream) {
     if (rows <= 64) return run_group<16, 1, 64>(gate, stream);
     if (rows <= 128) return run_group<16, 2, 64>(gate, stream);
     if (rows <= 256) return run_group<16, 2, 128>(gate, stream);
+    static const int few = places_of_wholes<56>(), some = places_of_wholes<80>();
+    if (rows <= 56 * few) return run_whole<56>(gate.a, stream);
+    if (rows <= 80 * some) return run_whole<80>(gate.a, stream);
     static const int places = places_of_groups<8, 2, 128>();
     const auto time = [&](int64_t tokens) {
         const int64_t clusters = (gate.a.experts + 127) / 128 * ((rows + tokens - 1) / tokens);
@@ -249,7 +263,7 @@ int mega_gate(const cedar_mega_gate_args& a, void* stream) {
                     cluster_of(a.hidden)};
     const bool many = a.rows >= kMany;
     if (has_groups() && many && fits_many(a)) return finish("mega_gate", run_most(a, stream));
-    if (has_groups() && !many && a.hidden == kRelease) return finish("mega_gate", run_groups(gate, stream));
+    if (has_groups() && !many && a.hidden == kRelease && a.experts <= kGroupExperts) return finish("mega_gate", run_groups(gate, stream));
     if (a.hidden == kRelease) {
         if (a.rows > 256) return run<2, 6, 11, 2, 4, kRelease>(gate, stream);
         if (a.rows > 64) return run<3, 2, 2, 4, kCopyGroups, kRelease>(gate, stream);

@@ -18,6 +18,7 @@
 namespace cedar::cuda {
 
 constexpr int kRelease = 5120;                     // its hidden
+constexpr int kGroupExperts = 384;                 // at most
 constexpr int kGroupDepth = 64, kGroupSlots = 5;   // values of k of a stage: rows of 128 bytes; the stages are one chain
 constexpr int kChains = kRelease / (kGroupDepth * kGroupSlots);
 constexpr int kMostShared = 227 * 1024;            // of a block
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
     const auto fetch_weights = [&](int step) { copy_box(weights_at(step), &weight_map, k_of(step), first_expert, full + step); };
     const auto fetch_tokens = [&](int step) { copy_box(tokens_at(step), &x_map, k_of(step), first_token, full + step); };
     release_launch();
-    if (warp == 0) prefetch_biases(a, first_token, tokens, lane);
+    if (warp == 0) prefetch_biases(a, lane), prefetch_images(a, first_token, tokens, lane);
     if (warp == 1 && lane == 0) prefetch_map(&x_map);
     if (is_copier && lane == 0) {
 #pragma unroll
@@ -162,6 +163,9 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
         }
     }
     if (own_pairs <= 0) return;
+    const auto token_of = [&](int i) { return 2 * (rank + i / 2 * kBlocks) + i % 2; };  // the block's own, by their number
+    float bias[kGroupExperts / kWarp];  // of the warp's first token, if any, should the block choose
+    if (token_of(warp) < tokens) load_bias(bias, bias_of(a, first_token + token_of(warp)), int(a.experts), lane);
     await_barrier(&received, 0);
 
     const float4* parts = reinterpret_cast<const float4*>(stages + T::kReceivedAt);
@@ -181,29 +185,28 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
         const int token = 2 * (rank + item / T::kPairItems * kBlocks);
         float* to = gate.scores + (first_token + token) * gate.score_stride + expert;
         const auto store = [&](int further, int rows_further, float score) {
-            if (expert + further < a.experts && token + rows_further < tokens) __stcg(to + rows_further * gate.score_stride + further, score);
+            if (expert + further < gate.score_stride && token + rows_further < tokens) __stcg(to + rows_further * gate.score_stride + further, score);
         };
         store(0, 0, total(&float4::x)), store(0, 1, total(&float4::y)), store(8, 0, total(&float4::z)), store(8, 1, total(&float4::w));
     }
-    const auto token_of = [&](int i) { return 2 * (rank + i / 2 * kBlocks) + i % 2; };  // the block's own, by their number
     __syncthreads();
     if (threadIdx.x == 0) {
         unsigned* arrivals = gate.arrivals + int64_t(blockIdx.y) * kBlocks + rank;
         is_last = count_arrival(arrivals) == gridDim.x / kBlocks - 1;
         if (is_last) *arrivals = 0;
     }
-    const float* bias = bias_of(a, first_token + min(token_of(warp), tokens - 1));  // should the block choose
     __syncthreads();
     if (!is_last) return;
+    constexpr int kWords = choice_words(kGroupExperts / kWarp);
+    static_assert(T::kThreads / kWarp * kWords * int(sizeof(uint32_t)) <= T::kStaged);
 #pragma unroll 1
     for (int i = warp; i < own_pairs * 2; i += T::kThreads / kWarp) {
         const int token = token_of(i);
         if (token >= tokens) break;
-        if (i != warp) bias = bias_of(a, first_token + token);
-        const float* scores = gate.scores + (first_token + token) * gate.score_stride;
-        choose_any(a, first_token + token, [&](int e) { return __ldg(bias + e); },
-                   [&](int e) { return __ldcg(reinterpret_cast<const float4*>(scores + e)); },
-                   reinterpret_cast<Candidate*>(stages) + warp * kWarp, lane);
+        if (i != warp) load_bias(bias, bias_of(a, first_token + token), int(a.experts), lane);
+        const uint32_t first = uint32_t(first_token + token) * uint32_t(gate.score_stride);
+        const auto scores_at = [&](int e) { return __ldcg(reinterpret_cast<const float4*>(gate.scores + (first + e))); };
+        choose(a, first_token + token, bias, scores_at, reinterpret_cast<uint32_t*>(stages) + warp * kWords, lane);
     }
 }
 

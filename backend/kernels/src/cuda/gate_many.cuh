@@ -10,6 +10,7 @@
 namespace cedar::cuda {
 
 constexpr int kManyBlocks = 8, kManyGroups = 3, kManyExperts = kManyGroups * 64, kManyThreads = kManyGroups * 128 + kWarp;
+constexpr int kManyWords = kChoiceWords + 2 * kManyExperts;  // that a warp chooses with: its token's scores too
 constexpr int kManyDepth = kGroupDepth;        // values of k of a stage: rows of 128 bytes
 constexpr int kManyStride = kManyExperts + 4;  // floats of a token's logits: 2 tokens further is 8 banks further
 
@@ -18,7 +19,8 @@ struct ManyTile {
     static constexpr int kTokensAt = kManyExperts * 128, kStageBytes = kTokensAt + kTokens * 128, kStages = 5;
     static constexpr int kLogits = kTokens * kManyStride * int(sizeof(float));
     static constexpr int kShared = 1024 + kStages * kStageBytes;
-    static_assert(kTokens % 16 == 0 && kLogits + kManyThreads * int(sizeof(Candidate)) <= kStages * kStageBytes && kShared + 256 <= 227 * 1024);
+    static_assert(kTokens % 16 == 0 && kLogits + kManyWords * kManyThreads / kWarp * int(sizeof(uint32_t)) <= kStages * kStageBytes);
+    static_assert(kShared + 4096 <= kMostShared);
 };
 
 // A block's place in its cluster: bit 0 of the rank chooses the experts, bit 1 the tokens, bit 2 the half of k.
@@ -27,6 +29,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     route_many(const cedar_mega_gate_args a, const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap x_map) {
     using T = ManyTile<kTokens>;
     extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ __align__(16) float biases[2][2 * kManyExperts];
     __shared__ uint64_t full[T::kStages], empty[T::kStages];
     unsigned char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, rank = int(blockIdx.x) % kManyBlocks;
@@ -35,6 +38,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     const int tokens = int(min(a.rows - first_token, int64_t(kTokens)));  // may be none, or fewer
     const int steps = int(a.hidden) / (2 * kManyDepth);
     release_launch();
+    if (threadIdx.x < 2 * kManyExperts) copy_biases(biases, a);
     if (warp == 1 && lane == 0) prefetch_map(&x_map);
     if (threadIdx.x == 0) {
 #pragma unroll
@@ -48,7 +52,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
 
     float c[kTokens / 2] = {};
     if (warp == kManyGroups * 4) {
-        prefetch_biases(a, first_token, tokens, lane);
+        prefetch_images(a, first_token, tokens, lane);
         if (lane == 0) {
             const auto fetch_weights = [&](int step, int slot) {
                 announce_bytes(full + slot, T::kStageBytes);
@@ -98,6 +102,7 @@ __global__ void __launch_bounds__(kManyThreads, 1)
         settle(c);
     }
     await_launch();
+    await_copies<0>();
     __syncthreads();  // over what was staged
 
     float* logits = reinterpret_cast<float*>(stages);  // [token][expert]
@@ -111,16 +116,23 @@ __global__ void __launch_bounds__(kManyThreads, 1)
     __syncwarp();
     publish_to_cluster();
     await_cluster();
+    constexpr int kEach = 2 * kManyExperts / kWarp;
+    uint32_t* const words = reinterpret_cast<uint32_t*>(stages + T::kLogits) + warp * kManyWords;
+    float* const own_scores = reinterpret_cast<float*>(words + kChoiceWords);
     for (int t = half * 2 + side + warp * 4; t < tokens; t += kManyThreads / kWarp * 4) {
+        const float* bias = biases[a.image != nullptr && a.image[first_token + t] != 0];
         const auto scores = [&](int e) {
             const int of_side = e / kManyExperts;
             const uint32_t mine = shared_address(logits + t * kManyStride + e - of_side * kManyExperts);
             const float4 x = load_from(address_in(mine, tile * 2 + of_side)), y = load_from(address_in(mine, 4 + tile * 2 + of_side));
-            return make_float4(score_of(x.x + y.x), score_of(x.y + y.y), score_of(x.z + y.z), score_of(x.w + y.w));
+            const float4 four = make_float4(score_of(x.x + y.x), score_of(x.y + y.y), score_of(x.z + y.z), score_of(x.w + y.w));
+            *reinterpret_cast<float4*>(own_scores + e) = four;
+            return four;
         };
-        const float* bias = bias_of(a, first_token + t);
-        choose<2 * kManyExperts / kWarp>(a, first_token + t, [&](int e) { return __ldg(bias + e); }, scores,
-                                         reinterpret_cast<Candidate*>(stages + T::kLogits) + warp * kWarp, lane);
+        float score[kEach];
+        uint32_t key[kEach];
+        load_scored(score, key, scores, bias, lane);
+        choose(a, first_token + t, score, key, [&](int e) { return Scored{ordered(own_scores[e] + bias[e]), own_scores[e]}; }, words, lane);
     }
     __syncwarp();
     arrive_at_cluster();  // nobody leaves while the others read its memory, or arrive at its barriers
