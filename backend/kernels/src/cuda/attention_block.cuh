@@ -113,17 +113,12 @@ __device__ inline const int64_t* place_of_index(const cedar_mega_attention_args&
     return column < width ? (entry ? a.entry_index : a.window_index) + row * width + column : nullptr;
 }
 
-// The record of a column of a row's tile, 0: none.
-__device__ inline int64_t index_at(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
-    const int64_t* place = place_of_index(a, tiles, row, tile, key);
-    return place != nullptr ? __ldcg(place) : 0;
-}
-
 // The record of a column of a row's tile in two steps: the number is asked for without a branch, at whose end it would be waited for.
 struct Index {
+    Index() = default;
     __device__ Index(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
         const bool entry = tile >= tiles.window;
-        const int64_t column = int64_t(entry ? tile - tiles.window : tile) * kTileRows + key, width = entry ? a.entry_width : a.window_width;
+        const int column = (entry ? tile - tiles.window : tile) * kTileRows + key, width = int(entry ? a.entry_width : a.window_width);
         there = column < width;
         const int64_t* p = (entry ? a.entry_index : a.window_index) + row * width + (there ? column : 0);
         asm volatile("ld.global.u32 %0, [%1];" : "=r"(low) : "l"(p));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cooperative_groups.h>
+#include <type_traits>
 
 #include "attention_query.cuh"
 #include "attention_softmax.cuh"
@@ -178,22 +179,29 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
         __syncwarp();  // all lanes have read what they need of it
         if (lane == 0) arrive(&memory.empty[n % kStages]);
     };
-    const auto prepare_row = [&](int unit, int parity) {
-        stage_row(a, Unit(a, unit), memory.values[parity]);
-        const int64_t pairs = Unit(a, unit).row * a.pairs;  // before the row's
-        Query<D>(memory).finish(a, [&](int pair) { return make_float2(__ldcg(a.cos + pairs + pair), __ldcg(a.sin + pairs + pair)); });
-    };
+    const auto fetch_row = [&](int unit, int parity) { Query<D>(memory).fetch(a, Unit(a, unit), memory.values[parity]); };
+    const auto prepare_row = [&](int unit) { Query<D>(memory).finish(a, Unit(a, unit).row); };
     float scores[8][4], sums[kColumns][4];
     uint32_t p[kTileSteps][4];
     int n = 0;  // tiles of the block so far
     const auto await_tile = [&](int n) {
         await(&memory.full[n % kStages], uint32_t(n / kStages) & 1);
     };
-    const auto score_tile = [&](int n) {
+    // before: whether the sums' products of the tile before are on their way, which then gives its tile back.
+    const auto score_tile = [&](int n, auto before) {
         settle(scores);
         open_products();
         asm volatile("" : "+r"(query));  // the descriptors of all its parts, kept across tiles, would cost too many registers
-        multiply_tiles<kHalfChunks>(scores, query, half_of(n % kStages));
+        constexpr int kSteps = kHalf / 16, kFirst = decltype(before)::value ? (kSteps + 3) / 4 : 0;
+        const uint32_t keys = half_of(n % kStages);
+        if constexpr (kFirst > 0) {
+            // Those end before the first of these do: waited for behind all of these, their tile would be given back that much later.
+            multiply_tiles<0, kFirst>(scores, query, keys);
+            close_products();
+            await_products<1>();
+            release_tile(n - 1);
+        }
+        multiply_tiles<kFirst, kSteps>(scores, query, keys);
         close_products();
     };
     const auto mix = [&] {
@@ -202,11 +210,11 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
         mix_tile(sums, p, half_of(n % kStages));
         close_products();
     };
-    Query<D>(memory).fetch(a, Unit(a, first));
-    prepare_row(first, 0);
+    fetch_row(first, 0);
+    prepare_row(first);
     meet<kReaderThreads>(kReaderBarrier);
     await_tile(0);
-    score_tile(0);
+    score_tile(0, std::false_type());
     await_products();
     settle(scores);
     int parity = 0;
@@ -243,20 +251,19 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
             weigh();
             mix();
             await_tile(n + 1);  // written while the products before it are made
-            score_tile(n + 1);
-            await_products<1>();
-            release_tile(n++);
+            score_tile(n + 1, std::true_type());
+            ++n;
             await_products();
             settle(scores);
             settle(sums);
         }
         if (more) {
             meet<kReaderThreads>(kReaderBarrier);  // the row's last scores are there: nobody needs its query any more
-            Query<D>(memory).fetch(a, Unit(a, next));
+            fetch_row(next, parity ^ 1);
         }
         weigh();
         mix();
-        if (more) prepare_row(next, parity ^ 1);
+        if (more) prepare_row(next);
         await_products();
         settle(sums);
         release_tile(n);
@@ -268,7 +275,7 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
                 meet<kReaderThreads>(kReaderBarrier);
                 await_tile(++n);
             }
-            score_tile(n);  // or, behind the last row, what nobody needs: a branch would make the compiler wait
+            score_tile(n, std::false_type());  // or, behind the last row, what nobody needs: a branch would make the compiler wait
             finish_alone<D>(a, at, group, thread_now() % kGroupThreads, softmax, sums, memory.values[parity]);
             await_products();
             settle(scores);

@@ -99,15 +99,16 @@ __device__ inline void settle(float (&c)[N][4]) {
 template <int Left = 0>
 __device__ inline void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory"); }
 
-// c = A B^T over `Chunks` chunks of both tiles: rows of a by rows of b.
-template <int Chunks>
+// c = A B^T over steps of 16 dimensions of both tiles, rows of a by rows of b; where From is not the first of them, c += A B^T.
+template <int From, int To>
 __device__ inline void multiply_tiles(float (&c)[8][4], uint32_t a, uint32_t b) {
+    constexpr int kSteps = kChunkDims / 16;
     const Descriptor rows(a), columns(b);
 #pragma unroll
-    for (int chunk = 0; chunk < Chunks; ++chunk)
-#pragma unroll
-        for (int k = 0; k < kChunkDims / 16; ++k)
-            multiply_64(c, rows.at(chunk * kChunkBytes + k * 32), columns.at(chunk * kChunkBytes + k * 32), chunk + k > 0);
+    for (int step = From; step < To; ++step) {
+        const int offset = step / kSteps * kChunkBytes + step % kSteps * 32;
+        multiply_64(c, rows.at(offset), columns.at(offset), step > 0);
+    }
 }
 
 // c += P V: p's 16-row steps of a tile's rows, by the dimensions of N / 8 chunks from v on.
@@ -141,14 +142,16 @@ __device__ inline void load_matrices(uint32_t (&m)[4], uint32_t address) {
                      : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
 }
 
-template <int Chunks>
+template <int From, int To>
 __device__ inline void multiply_tiles(float (&c)[8][4], uint32_t a, uint32_t b) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % 4;
+    if constexpr (From == 0) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+        for (int j = 0; j < 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) c[j][i] = 0.0f;
-    for (int step = 0; step < Chunks * kChunkDims / 16; ++step) {
+            for (int i = 0; i < 4; ++i) c[j][i] = 0.0f;
+    }
+    for (int step = From; step < To; ++step) {
         const uint32_t chunk = step / 4 * kChunkBytes;
         uint32_t rows[4];
         load_matrices<false>(rows, a + chunk + unit_at(warp * 16 + lane % 16, step % 4 * 2 + lane / 16));

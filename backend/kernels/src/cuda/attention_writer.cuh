@@ -75,11 +75,11 @@ struct Decoder {
             const uint32_t a = __byte_perm(low, high, 0x5410), b = __byte_perm(low, high, 0x7632);  // codes 0 1 4 5 and 2 3 6 7
             return make_uint4(scaled(even_bytes(a), by), scaled(odd_bytes(a), by), scaled(even_bytes(b), by), scaled(odd_bytes(b), by));
         } else {
-            const uint32_t word = raw.words[unit];
-            return make_uint4(scaled((word << 12 & 0x80008000u) | (word << 6 & 0x01c001c0u), by),
-                              scaled((word << 8 & 0x80008000u) | (word << 2 & 0x01c001c0u), by),
-                              scaled((word << 4 & 0x80008000u) | (word >> 2 & 0x01c001c0u), by),
-                              scaled((word & 0x80008000u) | (word >> 6 & 0x01c001c0u), by));
+            // A product moves a code of each half to where its sign belongs and to where the rest does: no bit is in both, none is carried.
+            const uint32_t low = raw.words[unit], high = low >> 8;
+            const auto value = [&](uint32_t codes, uint32_t places) { return scaled(codes * places & 0x81c081c0u, by); };
+            return make_uint4(value(low & 0x000f000fu, 0x1040), value(low & 0x00f000f0u, 0x104), value(high & 0x000f000fu, 0x1040),
+                              value(high & 0x00f000f0u, 0x104));
         }
     }
 
@@ -135,18 +135,16 @@ __device__ TileList<Parts> list_tiles(const cedar_mega_attention_args& a, const 
     constexpr int kAtOnce = 2;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps;
     for (int from = warp; from < tiles.all; from += kAtOnce * kWriterWarps) {
-        int64_t index[kAtOnce][2];
+        Index index[kAtOnce][2];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int tile = from + i * kWriterWarps;
-                index[i][half] = tile < tiles.all ? index_at(a, tiles, row, tile, lane + half * kWarp) : 0;
-            }
+            for (int half = 0; half < 2; ++half)
+                index[i][half] = Index(a, tiles, row, min(from + i * kWriterWarps, tiles.all - 1), lane + half * kWarp);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             const int tile = from + i * kWriterWarps;
-            const bool any = __any_sync(kAllLanes, index[i][0] != 0 || index[i][1] != 0);
+            const bool any = __any_sync(kAllLanes, (index[i][0].get() | index[i][1].get()) != 0);
             if (lane == 0 && tile < tiles.all) memory.some[parity][tile] = any;
         }
     }
@@ -169,61 +167,83 @@ __device__ inline void await_stage(int n, Memory<D, Parts>& memory) {
     if (n >= kStages) await(&memory.empty[n % kStages], uint32_t(n / kStages - 1) & 1);
 }
 
-// Of the row's tiles, the one that is written next, and the record of the lane's key in it.
+// Of the row's tiles, the two that are written next, and the records of the lane's key in them.
+template <int Parts>
 struct Ahead {
-    int tile;
-    uint32_t index;
-};
+    __device__ Ahead(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, const TileList<Parts>& all) : list(all) {
+        tile = list.take(), following = list.take();
+        if (tile < 0) return;
+        const Index first = kept(a, tiles, row, tile);
+        then = kept(a, tiles, row, following);
+        index = first.get();
+    }
+    // The record of the lane's key in a tile of the row.
+    __device__ static Index kept(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile) {
+        return Index(a, tiles, row, tile < 0 ? 0 : tile, threadIdx.x / kWarp % kWriterWarps * kWarpKeys + threadIdx.x % kWarpKeys);
+    }
 
-// The record of the lane's key in a tile of the row.
-__device__ inline Index index_kept(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile) {
-    return Index(a, tiles, row, tile, threadIdx.x / kWarp % kWriterWarps * kWarpKeys + threadIdx.x % kWarpKeys);
-}
+    TileList<Parts> list;
+    int tile, following;
+    uint32_t index;
+    Index then;  // may be on its way
+};
 
 // Writes the row's tiles of this record. n: tiles of the block so far.
 template <int D, int64_t Record, int Parts>
-__device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, Ahead& ahead, TileList<Parts>& list,
-                            int& n, Memory<D, Parts>& memory) {
+__device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, Ahead<Parts>& ahead, int& n,
+                            Memory<D, Parts>& memory) {
     using Form = Decoder<D, Record>;
-    constexpr int kHeld = Form::kSteps < (Form::kFp8 ? 4 : 8) ? Form::kSteps : Form::kFp8 ? 4 : 8, kBatches = Form::kSteps / kHeld;
+    // A lane holds as many steps as it has registers for. Where those are not a tile's, one half is decoded while the other is on its
+    // way. The next tile's come behind the stage's last store, so that they are on their way while the next stage is waited for.
+    constexpr int kMost = Form::kFp8 ? 4 : 8, kHeld = Form::kSteps < kMost ? Form::kSteps : kMost, kBatch = kHeld / 2;
+    static_assert(kBatch * 2 == kHeld && Form::kSteps % kHeld == 0);
+    const int end = Form::kFp8 ? tiles.window : tiles.all;
+    if (ahead.tile < 0 || ahead.tile >= end) return;
     const auto* pool = static_cast<const uint8_t*>(Record == CEDAR_RECORD_FP8 ? a.window : a.entries);
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps, part = lane % Form::kLanes;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps;
+    int part = lane % Form::kLanes;
+    asm volatile("" : "+r"(part));  // read anew, it would be waited for with the records
     typename Form::Source source(pool, part);
     source.keep();
-    const int end = Form::kFp8 ? tiles.window : tiles.all;
     uint32_t place = Form::place(warp, lane);
-    for (; ahead.tile >= 0 && ahead.tile < end; ++n) {
-        const int following = list.take();
-        // A lane holds as many steps as it has registers for; they and the next tile's index are on their way while the stage is
-        // waited for. Here alone, not before the loop as well: where two ways meet, all that is on its way is waited for.
-        typename Form::Raw raw[kHeld];
-        const auto load = [&](int step) {
-            const int key = step * Form::kKeys + lane / Form::kLanes;
-            raw[step % kHeld] = Form::load(source, __shfl_sync(kAllLanes, ahead.index, key));
-        };
+    typename Form::Raw raw[kHeld];
+    const auto load = [&](int step, uint32_t index) {
+        raw[step % kHeld] = Form::load(source, __shfl_sync(kAllLanes, index, step % Form::kSteps * Form::kKeys + lane / Form::kLanes));
+    };
 #pragma unroll
-        for (int step = 0; step < kHeld; ++step) load(step);
+    for (int step = 0; step < kHeld; ++step) load(step, ahead.index);
+    for (bool more = true; more; ++n) {
+        more = ahead.following >= 0 && ahead.following < end;
         const int stage = n % kStages;
-        const Index next = index_kept(a, tiles, row, following < 0 ? ahead.tile : following);
         await_stage(n, memory);
         const uint32_t to = shared_address(memory.keys[stage]);
         // the addresses of all steps, kept across tiles, would cost more registers than there are
         asm volatile("" : "+r"(place));
         const unsigned valid = __ballot_sync(kAllLanes, ahead.index != 0) & ((1u << kWarpKeys) - 1);
+        const uint32_t then = ahead.then.get();
 #pragma unroll
-        for (int step = 0; step < Form::kSteps; ++step) {
-            const bool present = valid >> (step * Form::kKeys + lane / Form::kLanes) & 1;
-            Form::store(raw[step % kHeld], present, to, place, step, part);
-            if (step / kHeld + 1 < kBatches) load(step + kHeld);
+        for (int from = 0; from < Form::kSteps; from += kBatch) {
+#pragma unroll
+            for (int step = from; step < from + kBatch; ++step) {
+                const bool present = valid >> (step * Form::kKeys + lane / Form::kLanes) & 1;
+                Form::store(raw[step % kHeld], present, to, place, step, part);
+            }
+#pragma unroll
+            for (int step = from + kHeld; step < from + kHeld + kBatch; ++step)
+                if (step < Form::kSteps) load(step, ahead.index);
         }
-        publish_tiles();
+        publish_tiles();  // before the next tile's records are asked for: it waits for what is on its way
         if (lane == 0) {
             memory.valid[stage][warp] = uint8_t(valid);
-            if (warp == 0) memory.last[stage] = following < 0;
+            if (warp == 0) memory.last[stage] = ahead.following < 0;
         }
         __syncwarp();
         if (lane == 0) arrive(&memory.full[stage]);
-        ahead = {following, next.get()};
+#pragma unroll
+        for (int step = 0; step < kHeld; ++step)
+            if (more) load(step, then);
+        ahead.tile = ahead.following, ahead.following = ahead.list.take(), ahead.index = then;
+        ahead.then = ahead.kept(a, tiles, row, ahead.following);
     }
 }
 
@@ -259,12 +279,10 @@ __device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, in
             ask(kWarp, a.window_index + next.row * a.window_width, a.window_width * 8);
             if (a.entries != nullptr) ask(2 * kWarp, a.entry_index + next.row * a.entry_width, a.entry_width * 8);
         }
-        TileList<Parts> list = list_tiles<D, Parts>(a, tiles, row, rank, parity, memory);
-        int tile = list.take();
-        if (tile < 0) write_nothing(n++, memory);
-        Ahead ahead{tile, tile < 0 ? 0 : index_kept(a, tiles, row, tile).get()};
-        write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, ahead, list, n, memory);
-        write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, ahead, list, n, memory);
+        Ahead<Parts> ahead(a, tiles, row, list_tiles<D, Parts>(a, tiles, row, rank, parity, memory));
+        if (ahead.tile < 0) write_nothing(n++, memory);
+        write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, ahead, n, memory);
+        write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, ahead, n, memory);
     }
 }
 
