@@ -24,6 +24,11 @@ __device__ inline void send_pair(uint32_t to, uint32_t barrier, float x, float y
                  : "memory");
 }
 
+// Arrives at a barrier of a block and announces bytes to it, which may have come before.
+__device__ inline void announce_bytes_in(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // From a place as address_in gives it, after a barrier of the cluster.
 __device__ inline float4 load_from(uint32_t from) {
     float4 x;

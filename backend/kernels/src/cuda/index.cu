@@ -260,8 +260,8 @@ int64_t mqa_logits_topk_workspace(const cedar_mqa_logits_topk_args& a) {
 
 int mqa_logits_topk(const cedar_mqa_logits_topk_args& a, void* stream) {
     static const char* const name = "mqa_logits_topk";
-    if (a.record != CEDAR_RECORD_MXFP4 || (a.type == CEDAR_F32 && !a.quantise))
-        return fail(CEDAR_UNSUPPORTED, "%s: on a GPU MXFP4 keys, and queries of bf16 or rounded to MXFP4", name);
+    if (a.record != CEDAR_RECORD_MXFP4 || !a.quantise)
+        return fail(CEDAR_UNSUPPORTED, "%s: on a GPU MXFP4 keys, and queries rounded to MXFP4 (quantise)", name);
     if ((a.dim != 32 && a.dim != 64 && a.dim != 128) || a.heads > index::kMostHeads || a.per_page % kBlockRows != 0)
         return fail(CEDAR_UNSUPPORTED, "%s: on a GPU dim 32, 64 or 128, at most %d heads, pages of blocks of 8; not %lld, %lld, %lld", name,
                     index::kMostHeads, (long long)a.dim, (long long)a.heads, (long long)a.per_page);

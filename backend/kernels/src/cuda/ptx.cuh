@@ -15,6 +15,34 @@ __device__ inline void multiply_bf16(float (&c)[4], uint32_t a0, uint32_t a1, ui
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same of half precision.
+__device__ inline void multiply_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two values in half precision,
+__device__ inline uint32_t half_pair(float lower, float upper) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
+    return pair;
+}
+// and with zero for what is below; a NaN stays one.
+__device__ inline uint32_t positive_half_pair(float lower, float upper) {
+    uint32_t pair;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(upper), "f"(lower));
+    return pair;
+}
+
+// Byte i is byte `nibble i of selector` % 8 of x (0-3) and y (4-7), or, for nibbles from 8 on, its sign eight times.
+__device__ inline uint32_t permute(uint32_t x, uint32_t y, uint32_t selector) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));
+    return bytes;
+}
+
 // 16 bytes that nobody reads again.
 __device__ inline uint4 load_once(const void* p) {
     uint4 v;

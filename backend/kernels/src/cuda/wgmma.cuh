@@ -23,6 +23,11 @@ __device__ inline uint64_t matrix_of(const void* shared) {
     return address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
+// The matrix so many units of 16 bytes behind; the address does not reach the upper half.
+__device__ inline uint64_t matrix_behind(uint64_t first, int units) {
+    return first & 0xffffffff00000000u | uint32_t(uint32_t(first) + uint32_t(units));
+}
+
 // What threads or their copies wrote to shared memory becomes visible to matrix instructions, after the next barrier.
 __device__ inline void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -288,11 +293,23 @@ __device__ inline void multiply_group(float (&c)[24], const uint32_t (&a)[4], ui
           "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
+// The same of E5M2: a 64 x 32, b 32 x 32, a row of the matrix has 128 values. Lane 4 g + q holds of a its warp's rows g, g + 8, g, g + 8:
+// values 4 q + (0..3) of the lower 16, then of the upper. Sums of products keep 14 bits, cut off below the largest.
+__device__ inline void multiply_group_e5m2(float (&c)[16], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e5m2 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
 
 #else
 
 constexpr int kMatrixStep = 0;
 __device__ inline uint64_t matrix_of(const void*) { return 0; }
+__device__ inline uint64_t matrix_behind(uint64_t, int) { return 0; }
 __device__ inline void publish_shared() {}
 __device__ inline void begin_group() {}
 __device__ inline void close_group() {}

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a cluster of blocks chooses of a row's keys, of which each has its share in shared memory: the same as select.cuh. Blocks send
+// each other what may be chosen, or where that is too much what they counted, announced to barriers: the cluster needs no barrier but that
+// of its start.
+#pragma once
+
+#include "index_score.cuh"
+
+namespace cedar::cuda::index {
+
+constexpr int kFewColumns = 16384, kLeastFewBlocks = 8;
+constexpr int kFewKeys = kFewColumns / kLeastFewBlocks;  // of a block
+static_assert(kFewKeys % kRun == 0, "whole runs");
+constexpr int kFewDigit = 8, kFewBins = 1 << kFewDigit, kFewPasses = 32 / kFewDigit, kFewCounters = kFewBins / 2;  // threads
+
+// Blocks of a cluster. The memory of copies is later that of all blocks' counts of two passes.
+template <int Blocks, int Threads, int PerSm>
+struct FewWay
+    : Way<1, Threads, PerSm, kFewKeys / kBlockRows, 2 * Blocks * kFewBins * int(sizeof(uint32_t))> {
+    static constexpr int kBlocks = Blocks, kShares = Blocks, kCountBytes = Blocks * kFewBins * int(sizeof(uint32_t));
+    static_assert(Blocks >= kLeastFewBlocks && Blocks * Threads / kWarp % kWarp == 0);
+};
+
+template <int D, class W>
+struct FewMemory {
+    static constexpr int kRingWords = int(sizeof(ScoreMemory<D, W>::ring) / sizeof(uint32_t)) / W::kBlocks;
+    static constexpr int kRoom = (kRingWords < kFewKeys ? kRingWords : kFewKeys) / 4 * 4;  // keys of a block that the others take
+    static_assert(kRoom <= 0xffff);
+    uint64_t ranges_landed, lists_landed, counts_landed[kFewPasses];
+    alignas(8) uint32_t listed[W::kBlocks][2];                   // first: keys that each block has listed
+    uint32_t members, starts[2][W::kWarps];
+    alignas(16) uint32_t list[kRoom];                            // of this block
+    uint16_t items[kRoom];                                       // what the listed keys are of
+    uint32_t inside[kWarp];                                      // keys that the cut is among
+    alignas(16) Range ranges[W::kBlocks][W::kWarps];             // of each warp of the cluster
+    alignas(32) uint32_t bins[kFewPasses][kFewBins];             // this block's counts
+    alignas(16) uint32_t keys[kFewKeys];
+    uint32_t sums[W::kWarps];
+    ScoreMemory<D, W> score;
+
+    // The keys that another block has listed. Nobody sends them before all have scored.
+    __device__ uint32_t* keys_of(int block) { return reinterpret_cast<uint32_t*>(score.ring) + block * kRoom; }
+    // All blocks' counts of a pass, of which a block is one ahead of another at most. Nobody sends them before all have scored.
+    __device__ uint32_t* counts(int pass, int block) {
+        return reinterpret_cast<uint32_t*>(score.ring) + (pass % 2 * W::kBlocks + block) * kFewBins;
+    }
+};
+
+// Numbers of all blocks, and above these of the blocks before this one. Neither reaches 2^16.
+static_assert(kFewColumns < 1 << 16);
+__device__ inline uint32_t whole(uint32_t x) { return x & 0xffff; }
+
+// A cluster's choice: `best` of the keys, of which the blocks before this one have `above` and `equal`, all blocks `total`.
+struct Choice {
+    Cut best;
+    uint32_t above, equal, total;
+};
+
+template <int D, class W>
+struct FewSearch {
+    static constexpr int T = W::kThreads;
+    FewMemory<D, W>& memory;
+    const int rank, lane = int(threadIdx.x) % kWarp;
+
+    __device__ void start() const {
+        if (threadIdx.x == 0) {
+            init_barrier(&memory.ranges_landed, 1);
+            init_barrier(&memory.lists_landed, W::kBlocks);
+            init_barrier(&memory.score.query_landed, 1);
+            for (int i = 0; i < kFewPasses; ++i) init_barrier(&memory.counts_landed[i], 1);
+            publish_barriers();
+            announce_bytes(&memory.ranges_landed, sizeof(memory.ranges));
+            announce_bytes(&memory.score.query_landed, QueryPart<D, W>::kOthersBytes);
+            memory.members = 0;
+            for (int i = 0; i < kFewPasses; ++i) announce_bytes(&memory.counts_landed[i], W::kCountBytes);
+        }
+        uint4* const bins = reinterpret_cast<uint4*>(memory.bins);
+        for (int i = threadIdx.x; i < kFewPasses * kFewBins / 4; i += T) bins[i] = make_uint4(0, 0, 0, 0);
+        __syncwarp();
+        arrive_at_cluster();
+    }
+
+    __device__ void send_words(int to, uint32_t* place, uint64_t* barrier, uint32_t x, uint32_t y) const {
+        send_pair(address_in(shared_address(place), to), address_in(shared_address(barrier), to), __uint_as_float(x), __uint_as_float(y));
+    }
+
+    // Between what the k best keys, and maybe some more, are. highest: of this thread's keys, 0 where it has none. Of each warp, as many
+    // threads have a highest key at or above the warp's bound as make k over all warps.
+    __device__ Range range_of(uint32_t highest, int k) const {
+        constexpr int kWarps = W::kBlocks * W::kWarps;
+        const int rank_wanted = (k + kWarps - 1) / kWarps;
+        uint32_t bound = 0, left = rank_wanted <= kWarp ? highest : 0;
+#pragma unroll 4
+        for (int i = 0; i < min(rank_wanted, kWarp); ++i) {
+            bound = __reduce_max_sync(kAllLanes, left);
+            if (left == bound) left = 0;
+        }
+        const uint32_t most = __reduce_max_sync(kAllLanes, highest);
+        if (lane < W::kBlocks) send_words(lane, &memory.ranges[rank][threadIdx.x / kWarp].least, &memory.ranges_landed, bound, most);
+        __syncthreads();  // the block's keys are there
+        await_phase(&memory.ranges_landed, 0);
+        Range range{0xffffffffu, 0};
+        const Range* const all = memory.ranges[0];
+#pragma unroll
+        for (int i = 0; i < kWarps; i += kWarp) {
+            range.least = min(range.least, all[i + lane].least);
+            range.most = max(range.most, all[i + lane].most);
+        }
+        range.least = max(__reduce_min_sync(kAllLanes, range.least), 1u);
+        range.most = max(__reduce_max_sync(kAllLanes, range.most), range.least);
+        return range;
+    }
+
+    // Puts what all blocks have counted in a pass in the place of this block's counts.
+    __device__ void sum_counts(int pass) const {
+        __syncthreads();
+        if (threadIdx.x < kFewCounters) {
+            uint2* const mine = reinterpret_cast<uint2*>(memory.bins[pass]) + threadIdx.x;
+            const uint2 own = *mine;
+#pragma unroll
+            for (int to = 0; to < W::kBlocks; ++to)
+                send_words(to, memory.counts(pass, rank) + 2 * threadIdx.x, &memory.counts_landed[pass], own.x, own.y);
+            await_phase(&memory.counts_landed[pass], 0);
+            uint2 sum = make_uint2(0, 0);
+#pragma unroll
+            for (int block = 0; block < W::kBlocks; ++block) {
+                const uint2 v = reinterpret_cast<const uint2*>(memory.counts(pass, block))[threadIdx.x];
+                const uint32_t factor = block < rank ? 0x10001u : 1u;
+                sum.x += v.x * factor, sum.y += v.y * factor;
+            }
+            *mine = sum;
+        }
+        __syncthreads();
+    }
+
+    // Where, from the highest bin down, the wanted number is reached: not at all when the whole total is less. Every warp finds it by
+    // itself.
+    __device__ Digit find_digit(int pass, uint32_t wanted) const {
+        constexpr int kEach = kFewBins / kWarp;
+        const int first = (kWarp - 1 - lane) * kEach;  // lane 0 has the highest bins
+        const Pack<uint32_t, kEach> own = *reinterpret_cast<const Pack<uint32_t, kEach>*>(memory.bins[pass] + first);
+        uint32_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) sum += own.v[i];
+        const uint32_t through = warp_prefix_sum(sum);
+        uint32_t before = through - sum, digit = 0, inside = 0;
+        const bool is_here = whole(before) < wanted && whole(through) >= wanted;
+        bool is_found = false;
+#pragma unroll
+        for (int i = kEach - 1; i >= 0; --i) {
+            const bool reaches = whole(before + own.v[i]) >= wanted;
+            if (!is_found && reaches) digit = uint32_t(first + i), inside = own.v[i];
+            if (!is_found && !reaches) before += own.v[i];
+            is_found |= reaches;
+        }
+        const int at = max(__ffs(int(__ballot_sync(kAllLanes, is_here))) - 1, 0);
+        return {__shfl_sync(kAllLanes, digit, at), __shfl_sync(kAllLanes, before, at), __shfl_sync(kAllLanes, inside, at),
+                __shfl_sync(kAllLanes, through, kWarp - 1)};
+    }
+
+    // Lists what of this block's `count` keys reaches `least`, and sends it to all blocks if it is not too much. Whether all blocks' keys
+    // are in the lists, which have landed.
+    __device__ bool exchange_lists(int count, uint32_t least) const {
+        static_assert(kFewKeys / T <= 32 && T % W::kBlocks == 0);
+        constexpr int kRoom = FewMemory<D, W>::kRoom;
+        const int run = (count + 4 * T - 1) / (4 * T) * 4, first = int(threadIdx.x) * run;
+        uint32_t mine = 0;  // a bit of each
+#pragma unroll 1
+        for (int i = 0; i < run && first + i < count; i += 4) {
+            const uint4 keys = *reinterpret_cast<const uint4*>(memory.keys + first + i);
+            mine |= (uint32_t(keys.x >= least) | uint32_t(keys.y >= least) << 1 | uint32_t(keys.z >= least) << 2 |
+                     uint32_t(keys.w >= least) << 3)
+                    << i;
+        }
+        int place = int(prefix_sum(uint32_t(__popc(mine)))) - __popc(mine);
+        const int listed = int(__reduce_add_sync(kAllLanes, lane < W::kWarps ? memory.sums[lane] : 0));
+#pragma unroll 1
+        for (; mine != 0 && place < kRoom; mine &= mine - 1, ++place) {
+            const int item = first + __ffs(int(mine)) - 1;
+            memory.list[place] = memory.keys[item], memory.items[place] = uint16_t(item);
+        }
+        if (threadIdx.x < 4 && listed + int(threadIdx.x) < kRoom) memory.list[listed + threadIdx.x] = 0;  // what is no key
+        __syncthreads();
+        const int to = int(threadIdx.x) % W::kBlocks, pieces = listed <= kRoom ? (listed + 3) / 4 : 0;
+        const uint32_t landed = address_in(shared_address(&memory.lists_landed), to);
+        if (threadIdx.x < W::kBlocks) {
+            announce_bytes_in(landed, sizeof(memory.listed[0]) + pieces * sizeof(float4));
+            send_words(to, memory.listed[rank], &memory.lists_landed, uint32_t(listed), 0);
+        }
+        const uint32_t there = address_in(shared_address(memory.keys_of(rank)), to);
+#pragma unroll 1
+        for (int i = int(threadIdx.x) / W::kBlocks; i < pieces; i += T / W::kBlocks)
+            send(there + i * sizeof(float4), landed, reinterpret_cast<const float4*>(memory.list)[i]);
+        await_phase(&memory.lists_landed, 0);
+        return __reduce_max_sync(kAllLanes, memory.listed[lane % W::kBlocks][0]) <= kRoom;
+    }
+
+    // Calls what is given with this thread's part of the listed keys of block `listed_by`, and with zeros.
+    static constexpr int kTeam = T / W::kBlocks;
+    __device__ int listed_by() const { return int(threadIdx.x) / kTeam; }
+    template <class Take>
+    __device__ void each_listed(const Take& take) const {
+        const uint4* const keys = reinterpret_cast<const uint4*>(memory.keys_of(listed_by()));
+        const int pieces = (int(memory.listed[listed_by()][0]) + 3) / 4;
+#pragma unroll 1
+        for (int i = int(threadIdx.x) % kTeam; i < pieces; i += kTeam) {
+            const uint4 four = keys[i];
+            take(four.x), take(four.y), take(four.z), take(four.w);
+        }
+    }
+
+    // The cut of the listed keys, of which the best `wanted` are less than all: every block finds it by itself.
+    __device__ Cut cut_lists(uint32_t wanted, const Range& range) const {
+        uint32_t prefix = 0;
+        int known = 32 - __clz(int((range.most - range.least) | 1));
+#pragma unroll 1
+        for (int pass = 0; known > 0; ++pass) {
+            const int digit = min(known, kFewDigit);
+            each_listed([&](uint32_t key) { count_key(pass, key, range.least, prefix, known, digit); });
+            __syncthreads();
+            const Digit found = find_digit(pass, wanted);
+            known -= digit;
+            prefix = prefix << digit | found.digit;
+            wanted -= found.before;
+            if (found.inside == wanted) return {range.least + (prefix << known), kEvery};
+            if (found.inside <= kWarp && known > 0) return cut_inside(found.inside, wanted, range.least + (prefix << known), known);
+        }
+        return {range.least + prefix, wanted};
+    }
+
+    // The same where the cut is among no more keys than a warp has lanes: those that differ from `least`, and above it, in the lowest bits
+    // alone.
+    __device__ Cut cut_inside(uint32_t count, uint32_t wanted, uint32_t least, int bits) const {
+        each_listed([&](uint32_t key) {
+            if (key >= least && (key - least) >> bits == 0) memory.inside[atomicAdd(&memory.members, 1u)] = key;
+        });
+        __syncthreads();
+        const uint32_t own = uint32_t(lane) < count ? memory.inside[lane] : 0;
+        uint32_t above = 0, through = 0;
+#pragma unroll 4
+        for (uint32_t i = 0; i < count; ++i) {
+            const uint32_t other = memory.inside[i];
+            above += other > own, through += other >= own;
+        }
+        const bool is_cut = uint32_t(lane) < count && above < wanted && through >= wanted;
+        const int at = __ffs(int(__ballot_sync(kAllLanes, is_cut))) - 1;
+        return {__shfl_sync(kAllLanes, own, at), wanted - __shfl_sync(kAllLanes, above, at)};
+    }
+
+    // Of the listed keys the best `wanted`, or all when there are fewer: place(i, item) those of this block. The number of all.
+    template <class Place>
+    __device__ uint32_t choose_listed(uint32_t wanted, const Range& range, const Place& place) const {
+        const uint32_t all = __reduce_add_sync(kAllLanes, lane < W::kBlocks ? memory.listed[lane][0] : 0);
+        const Cut best = all <= wanted ? Cut{range.least, kEvery} : cut_lists(wanted, range);
+        const auto place_of = [&](uint32_t key) { return uint32_t(key > best.least) + (uint32_t(key == best.least) << 16); };
+        uint32_t earlier = 0, mine = 0;  // of other blocks', and of this thread's: above, and 2^16 times those that equal
+        if (listed_by() < rank) each_listed([&](uint32_t key) { earlier += place_of(key); });
+        const int count = int(memory.listed[rank][0]), run = (count + T - 1) / T;
+        const int first = min(int(threadIdx.x) * run, count), last = min(first + run, count);
+#pragma unroll 1
+        for (int i = first; i < last; ++i) mine += place_of(memory.list[i]);
+        const uint32_t through = warp_prefix_sum(mine);
+        earlier = __reduce_add_sync(kAllLanes, earlier);
+        if (lane == kWarp - 1) memory.starts[0][threadIdx.x / kWarp] = through, memory.starts[1][threadIdx.x / kWarp] = earlier;
+        __syncthreads();
+        const uint32_t start = lane < W::kWarps ? memory.starts[1][lane] + (lane < int(threadIdx.x) / kWarp ? memory.starts[0][lane] : 0) : 0;
+        uint32_t before = __reduce_add_sync(kAllLanes, start) + through - mine;
+#pragma unroll 1
+        for (int i = first; i < last; ++i) {
+            const uint32_t key = memory.list[i], equal = before >> 16;
+            if (key > best.least || (key == best.least && equal < best.equal))
+                place(int(whole(before) + min(equal, best.equal)), int(memory.items[i]));
+            before += place_of(key);
+        }
+        return min(all, wanted);
+    }
+
+    __device__ void count_key(int pass, uint32_t key, uint32_t least, uint32_t prefix, int known, int digit) const {
+        const uint32_t v = key - least;
+        if (key >= least && uint32_t(uint64_t(v) >> known) == prefix)
+            atomicAdd(&memory.bins[pass][(v >> (known - digit)) & ((1u << digit) - 1)], 1u);
+    }
+
+    // Of `count` keys of this block, and the others' keys, at or above range.least (none is above range.most) the best `wanted`, or all
+    // when there are fewer.
+    __device__ Choice choose(int count, uint32_t wanted, const Range& range) const {
+        const uint32_t k = wanted;
+        uint32_t prefix = 0, above = 0, equal = 0;
+        int known = 32 - __clz(int((range.most - range.least) | 1));
+#pragma unroll 1
+        for (int pass = 0; known > 0; ++pass) {
+            const int digit = min(known, kFewDigit);
+#pragma unroll 2
+            for (int i = threadIdx.x; i < count; i += T) count_key(pass, memory.keys[i], range.least, prefix, known, digit);
+            sum_counts(pass);
+            const Digit found = find_digit(pass, wanted);
+            if (pass == 0 && whole(found.total) <= wanted) return {{range.least, kEvery}, found.total >> 16, 0, whole(found.total)};
+            known -= digit;
+            prefix = prefix << digit | found.digit;
+            wanted -= whole(found.before);
+            above += found.before >> 16;
+            equal = found.inside >> 16;
+            if (whole(found.inside) == wanted) return {{range.least + (prefix << known), kEvery}, above + equal, 0, k};
+        }
+        return {{range.least + prefix, wanted}, above, equal, k};
+    }
+
+    // Of this block's keys in their order what is chosen: place(i, item).
+    template <class Place>
+    __device__ void gather(int count, const Choice& choice, const Place& place) const {
+        const Cut& best = choice.best;
+        const int run = (count + T - 1) / T | 1;  // odd: threads read from different banks
+        const int first = min(int(threadIdx.x) * run, count), last = min(first + run, count);
+        uint32_t mine = 0;  // above, and 2^16 times those that equal
+        for (int i = first; i < last; ++i) {
+            const uint32_t key = memory.keys[i];
+            mine += uint32_t(key > best.least) + (uint32_t(key == best.least) << 16);
+        }
+        uint32_t before = prefix_sum(mine) - mine;
+        if (mine == 0) return;
+        for (int i = first; i < last; ++i) {
+            const uint32_t key = memory.keys[i];
+            const uint32_t above = choice.above + whole(before), equal = choice.equal + (before >> 16);
+            if (key > best.least || (key == best.least && equal < best.equal)) place(int(above + min(equal, best.equal)), i);
+            before += uint32_t(key > best.least) + (uint32_t(key == best.least) << 16);
+        }
+    }
+
+    // The sum of x over this thread and all of the block before it. Nobody has read the sums since the last barrier.
+    __device__ uint32_t prefix_sum(uint32_t x) const {
+        x = warp_prefix_sum(x);
+        if (lane == kWarp - 1) memory.sums[threadIdx.x / kWarp] = x;
+        __syncthreads();
+        return x + __reduce_add_sync(kAllLanes, lane < int(threadIdx.x) / kWarp ? memory.sums[lane] : 0);
+    }
+
+    __device__ uint32_t warp_prefix_sum(uint32_t x) const {
+#pragma unroll
+        for (int step = 1; step < kWarp; step *= 2) {
+            const uint32_t other = __shfl_up_sync(kAllLanes, x, step);
+            if (lane >= step) x += other;
+        }
+        return x;
+    }
+};
+
+}  // namespace cedar::cuda::index
