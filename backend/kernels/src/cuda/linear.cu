@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // wo_a and mxfp8_linear. Few rows by the portable matrix instruction, which begins sooner (linear_few.cuh; linear_rows.cuh for wo_a
-// with E4M3 on Hopper). More on Hopper, in builds with CEDAR_WIDE_WGMMA, by its own (linear_group.cuh) or, where that costs less, with
-// tiles of more tokens that add in the same order (wide.cuh); very many, and all those of wo_a with E4M3, in such tiles with an order of
-// their own, k being whole; elsewhere, and what the copy engine cannot read, by the portable one (linear_split.cuh). Rounding the rows
-// first and normalising their products are launches of their own. Launches of a linear may begin before the one before them has ended:
-// until that is awaited they read weights alone, and write nothing.
+// with E4M3 on Hopper). More on Hopper, in builds with CEDAR_WIDE_WGMMA, by its own (linear_group.cuh) or, where that costs less, in
+// tiles that add in the same order (linear_narrow.cuh of some tens of tokens, wide.cuh of more); very many, and all those of wo_a with
+// E4M3, in such tiles with an order of their own, k being whole, but for wo_a's of some tens, whose sums have an order of their own
+// too; elsewhere, and what the copy engine cannot read, by the portable one (linear_split.cuh). Rounding the rows first and
+// normalising their products are launches of their own. Launches of a linear may begin before the one before them has ended: until
+// that is awaited they read weights alone, and write nothing.
 #include "bodies.h"
 #include "linear_few.cuh"
-#include "linear_group.cuh"
+#include "linear_narrow.cuh"
 #include "linear_rows.cuh"
 #include "moe.cuh"
 #include "wide.cuh"
@@ -65,6 +66,8 @@ cudaError_t run(const Product& p, const Weight& weight, int64_t groups, int most
     if constexpr (kWideBuilt && std::is_same_v<Weight, Fp8Weight>)
         if (groups > 1 && has_groups()) {  // as the dimensions are, for all numbers of tokens of a class
             if (p.tokens <= kFewTokens && fits_rows(p, weight)) return run_rows(p, weight, groups, stream);
+            if (p.tokens > kFewTokens && fits_narrow(p, weight, 1, kNarrowGroups))
+                return run_narrow<kNarrowGroups, NarrowWay::kDeep>(p, weight, groups, 0, stream);
             if (p.tokens > kFewTokens && fits_tiles<false>(p, weight))
                 return run_tile<false>(p, weight, groups, 1, best_tile<false>(p, groups), stream);
         }
@@ -79,6 +82,10 @@ cudaError_t run(const Product& p, const Weight& weight, int64_t groups, int most
                 const int parts_of_k = group_parts(p, groups, most_parts);
                 const int64_t most = group_cost(p, groups, parts_of_k);
                 const WideChoice whole = best_tile<false>(p, groups), divided = best_tile<true>(p, groups);
+                if (parts_of_k == 1 && fits_narrow(p, weight, 1, 1) && narrow_cost(p, groups) < std::min(most, whole.cost))
+                    return run_narrow<kNarrowGroups, NarrowWay::kRows>(p, weight, groups, 0, stream);
+                if (parts_of_k > 1 && fits_narrow(p, weight, parts_of_k, 1))
+                    return run_narrow_parts(p, weight, groups, parts_of_k, stream);
                 if (parts_of_k == 1 && whole.cost < most && fits_tiles<false>(p, weight))
                     return run_tile<false>(p, weight, groups, 1, whole, stream);
                 if (parts_of_k > 1 && divided.cost < most && fits_tiles<true>(p, weight))

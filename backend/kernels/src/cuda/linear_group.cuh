@@ -52,6 +52,53 @@ struct GroupPlan {
     int parts_bits, length, each, stages;
 };
 
+// Which part of k a block of a cluster has, of which outputs of which tokens. Of each part's sums it owns so many blocks of 8 rows by 8
+// tokens.
+struct GroupPart {
+    int parts, part, own_bits, sums_blocks, groups, columns, first_row, first_token, tokens;
+};
+
+// The parts' sums to their owners, and what the block owns in the order of the parts to y; by the block's first threads, its warp groups.
+template <int N>
+__device__ __forceinline__ void add_parts(const Product& p, const float (&c)[N / 2], unsigned char* sums, uint64_t* added, const GroupPart& of,
+                                          bool vectors) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = warp / 4;
+    const auto [parts, part, own_bits, sums_blocks, groups, columns, first_row, first_token, tokens] = of;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // a warp's 8 rows have one owner
+        const int eight = warp % 4 * 2 + half, owner = eight >> own_bits, own = eight & (1 << own_bits) - 1;
+        unsigned char* const place = sums + ((part * sums_blocks + (group << own_bits) + own) * kSumsBlock + lane * 2) * int(sizeof(float));
+        const uint32_t to = address_in(shared_address(place), owner), barrier = address_in(shared_address(added), owner);
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+            if (n < columns) {
+                const uint32_t step = uint32_t(n * (groups << own_bits) * kSumsBlock) * uint32_t(sizeof(float));
+                const float a = c[n * 4 + half * 2], b = c[n * 4 + half * 2 + 1];
+                if (parts > 1) send_pair(to + step, barrier, a, b);
+                else *reinterpret_cast<float2*>(place + step) = make_float2(a, b);  // a block without a cluster cannot send
+            }
+    }
+    if (parts > 1) await_barrier(added, 0);
+    else __syncthreads();
+    for (int i = threadIdx.x; i < sums_blocks * 8; i += groups * 128) {
+        const int at_block = i / 8, own = at_block & (1 << own_bits) - 1, at_group = (at_block >> own_bits) % groups;
+        const int column = (at_block >> own_bits) / groups * 8 + i % 8;
+        const int row = first_row + at_group * 64 + ((part << own_bits) + own) * 8;
+        if (column >= tokens || row >= p.out_dim) continue;
+        const float* at = reinterpret_cast<const float*>(sums) + at_block * kSumsBlock + i % 8;
+        float total[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r) total[r] = at[r * 8];
+        for (int s = 1; s < parts; ++s) {
+            at += sums_blocks * kSumsBlock;
+#pragma unroll
+            for (int r = 0; r < 8; ++r) total[r] += at[r * 8];
+        }
+        store_four(p, first_token + column, row, make_float4(total[0], total[1], total[2], total[3]), vectors);
+        store_four(p, first_token + column, row + 4, make_float4(total[4], total[5], total[6], total[7]), vectors);
+    }
+}
+
 // Cluster (i, g, r): of group g the outputs of row block r times the i-th tokens, so that neighbours read the same weights.
 template <int N, class Weight>
 __global__ void __launch_bounds__(kMostGroups * 128, 1)
@@ -107,7 +154,6 @@ __global__ void __launch_bounds__(kMostGroups * 128, 1)
     __syncthreads();
     if constexpr (Stage::kOwnSums) arrive_at_cluster();  // the barriers have been published
 
-    const int group = warp / 4;
     // where a lane's codes of a step lie: two of row lane / 4, 16 s bytes on but for the swizzle
     const int codes = (warp * 16 + lane / 4) * 128 + lane / 4 * 16 + lane % 4 * 2;
     const int rows = (warp * 16 + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
@@ -183,39 +229,7 @@ __global__ void __launch_bounds__(kMostGroups * 128, 1)
     __syncwarp();
     if constexpr (!Stage::kOwnSums) publish_to_cluster();
     await_cluster();  // where all can take sums
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // a warp's 8 rows have one owner
-        const int eight = warp % 4 * 2 + half, owner = eight >> own_bits, own = eight & (1 << own_bits) - 1;
-        unsigned char* const place = sums + ((part * sums_blocks + (group << own_bits) + own) * kSumsBlock + lane * 2) * int(sizeof(float));
-        const uint32_t to = address_in(shared_address(place), owner), barrier = address_in(shared_address(&added), owner);
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-            if (n < columns) {
-                const uint32_t step = uint32_t(n * (groups << own_bits) * kSumsBlock) * uint32_t(sizeof(float));
-                const float a = c[n * 4 + half * 2], b = c[n * 4 + half * 2 + 1];
-                if (parts > 1) send_pair(to + step, barrier, a, b);
-                else *reinterpret_cast<float2*>(place + step) = make_float2(a, b);  // a block without a cluster cannot send
-            }
-    }
-    if (parts > 1) await_barrier(&added, 0);
-    else __syncthreads();
-    for (int i = threadIdx.x; i < sums_blocks * 8; i += groups * 128) {
-        const int at_block = i / 8, own = at_block & (1 << own_bits) - 1, at_group = (at_block >> own_bits) % groups;
-        const int column = (at_block >> own_bits) / groups * 8 + i % 8;
-        const int row = first_row + at_group * 64 + ((part << own_bits) + own) * 8;
-        if (column >= tokens || row >= p.out_dim) continue;
-        const float* at = reinterpret_cast<const float*>(sums) + at_block * kSumsBlock + i % 8;
-        float total[8];
-#pragma unroll
-        for (int r = 0; r < 8; ++r) total[r] = at[r * 8];
-        for (int s = 1; s < parts; ++s) {
-            at += sums_blocks * kSumsBlock;
-#pragma unroll
-            for (int r = 0; r < 8; ++r) total[r] += at[r * 8];
-        }
-        store_four(p, first_token + column, row, make_float4(total[0], total[1], total[2], total[3]), vectors);
-        store_four(p, first_token + column, row + 4, make_float4(total[4], total[5], total[6], total[7]), vectors);
-    }
+    add_parts<N>(p, c, sums, &added, {parts, part, own_bits, sums_blocks, groups, columns, first_row, first_token, tokens}, vectors);
 }
 
 // ---- host ----

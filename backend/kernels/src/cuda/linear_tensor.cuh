@@ -44,7 +44,11 @@ __device__ inline void copy_box_to_all(void* shared, const CUtensorMap* map, int
         : "memory");
 }
 
-// At the barrier that lies at the same place in a block of the cluster: what this thread has read may be overwritten.
+// At a barrier of a block of the cluster, as address_in gives it: what this thread has read may be overwritten.
+__device__ inline void arrive_there(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The same at the barrier that lies at the same place there.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
     asm volatile(
         "{\n.reg .b32 there;\n"
@@ -54,8 +58,10 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t block) {
         : "memory");
 }
 
-// A warp group waits for itself; the groups of a block have different numbers, from 1 on.
-__device__ inline void sync_group(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
+// Warp groups wait for each other; those that wait at the same time have different numbers, from 1 on.
+__device__ inline void sync_groups(int number, int groups) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(groups * 128) : "memory"); }
+// A warp group waits for itself.
+__device__ inline void sync_group(int number) { sync_groups(number, 1); }
 
 // All blocks of the cluster have come here; what they wrote is not promised to be seen.
 __device__ inline void leave_together() {

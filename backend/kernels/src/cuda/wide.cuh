@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products on Hopper of many tokens, and of any number for wo_a. A unit of work is 64 G rows of the weight times N tokens in each of
-// the two blocks of a cluster, which share the tokens; clusters take units by turns. One warp keeps a ring full, by the copy engine;
-// each of G warp groups has 64 of the rows. Weights of E4M3 are widened in registers, from where the matrix instruction takes them;
-// bf16 weights it reads from shared memory. k is walked in rising order, so sums do not depend on the size of a unit: whole, or in
-// parts whose sums are added in their order, so that with the parts of linear_group.cuh the bits are its own.
+// Products on Hopper of many tokens, and for wo_a of all numbers that others do not take. A unit of work is 64 G rows of the weight
+// times N tokens in each of the two blocks of a cluster, which share the tokens; clusters take units by turns. One warp keeps a ring
+// full, by the copy engine; each of G warp groups has 64 of the rows. Weights of E4M3 are widened in registers, from where the
+// matrix instruction takes them; bf16 weights it reads from shared memory. k is walked in rising order, so sums do not depend on the
+// size of a unit: whole, or in parts whose sums are added in their order, so that with the parts of linear_group.cuh the bits are
+// its own.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +32,7 @@ struct WideStage {
     static constexpr int kRowBytes = kFp8 ? kDepth : 128, kTokenBytes = N * 128, kWeights = kBlocks * kTokenBytes;
     static constexpr int kBytes = kWeights + kRows * kRowBytes;
     static constexpr int kOutputBytes = N * (Parts ? 256 : 128);  // of a warp group: 64 outputs of each token; before that, sums of parts
-    static constexpr int kFew = 40, kMany = G > 2 ? 104 : 232;    // registers of the ring's threads and of the others
+    static constexpr int kFew = 40, kMany = 232;    // registers of the ring's threads and of the others
     static constexpr int kCount = (kWideShared - 1024 - G * kOutputBytes) / kBytes;
     static constexpr size_t kShared = size_t(kCount) * kBytes + G * kOutputBytes + 1024;  // to begin at a multiple of 1024
     static_assert(N % 16 == 0 && kBytes % 1024 == 0 && kWeights % 1024 == 0 && kCount >= 3);
@@ -51,6 +52,33 @@ struct WideUnits {
         return {place / width * kWideCluster * rows, (turn * kWideTogether + place % width) * tokens, group};
     }
 };
+
+// The sums of a warp group go by way of shared memory, so that 16 bytes of a token are stored at a time: there,
+template <int N>
+__device__ __forceinline__ void gather_sums(const float (&c)[N / 2], unsigned char* outputs, int warp) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int n = 0; n < N / 8; n += 2) {
+        uint32_t pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pair[i] = pair_of(c[n * 4 + 2 * i], c[n * 4 + 2 * i + 1]);
+        const int token = n * 8 + lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
+        store_transposed(outputs + token * 128 + (chunk ^ token % 8) * 16, pair[0], pair[1], pair[2], pair[3]);
+    }
+}
+// and, once all of the group have done so, to y. unit.row: of the group's first row.
+template <int N>
+__device__ __forceinline__ void store_sums(const Product& p, const unsigned char* outputs, const WideUnits::Unit& unit) {
+    const int chunk = int(threadIdx.x) % 8;
+    const int64_t row = unit.row + chunk * 8;
+    Bf16* const y = static_cast<Bf16*>(p.y) + unit.group * p.out_dim + row;
+    if (row < p.out_dim)
+#pragma unroll 4
+        for (int t = int(threadIdx.x) % 128 / 8; t < N; t += 16)
+            if (unit.token + t < p.tokens)
+                *reinterpret_cast<uint4*>(y + (unit.token + t) * p.y_stride) =
+                    *reinterpret_cast<const uint4*>(outputs + t * 128 + (chunk ^ t % 8) * 16);
+}
 
 // length: blocks of k of a part.
 template <int N, int G, bool Parts, class Weight>
@@ -237,25 +265,10 @@ __global__ void __launch_bounds__((G + 1) * 128, 1)
             scales = next_scales;
 
             sync_group(1 + group);  // the last unit's outputs are on their way
-#pragma unroll
-            for (int n = 0; n < N / 8; n += 2) {
-                uint32_t pair[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) pair[i] = pair_of(c[n * 4 + 2 * i], c[n * 4 + 2 * i + 1]);
-                const int token = n * 8 + lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
-                store_transposed(outputs + token * 128 + (chunk ^ token % 8) * 16, pair[0], pair[1], pair[2], pair[3]);
-            }
+            gather_sums<N>(c, outputs, warp);
             sync_group(1 + group);
             const WideUnits::Unit unit = units.at(number);
-            const int chunk = int(threadIdx.x) % 8;
-            const int64_t row = unit.row + rank * Stage::kRows + group * 64 + chunk * 8;
-            Bf16* const y = static_cast<Bf16*>(p.y) + unit.group * p.out_dim + row;
-            if (row < p.out_dim)
-#pragma unroll 4
-                for (int t = int(threadIdx.x) % 128 / 8; t < N; t += 16)
-                    if (unit.token + t < p.tokens)
-                        *reinterpret_cast<uint4*>(y + (unit.token + t) * p.y_stride) =
-                            *reinterpret_cast<const uint4*>(outputs + t * 128 + (chunk ^ t % 8) * 16);
+            store_sums<N>(p, outputs, {unit.row + rank * Stage::kRows + group * 64, unit.token, unit.group});
         }
     }
     leave_together();  // nobody ends while the other block's arrivals at its barriers are on their way
@@ -285,21 +298,30 @@ inline int64_t wide_cost(const Product& p, int64_t groups, WideTile tile) {
     return rounds * (p.in_dim / kWideDepth * tile.groups * (tile.tokens + 95) + 500) + 4000;
 }
 
+// Boxes of 64 values of k of so many tokens,
+inline bool describe_tokens(CUtensorMap& map, const Product& p, int64_t groups, int tokens) {
+    const cuuint64_t sizes[] = {cuuint64_t(p.in_dim), cuuint64_t(groups), cuuint64_t(p.tokens)};
+    const cuuint64_t strides[] = {cuuint64_t(p.in_dim) * sizeof(Bf16), cuuint64_t(p.x_stride) * sizeof(Bf16)};
+    const cuuint32_t box[] = {kWideDepth, 1, cuuint32_t(tokens)};
+    return describe(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, p.x, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+// and of so many of rows of the weight.
+template <class Weight>
+bool describe_rows(CUtensorMap& map, const Product& p, const Weight& weight, int64_t groups, int depth, int rows) {
+    constexpr bool kFp8 = Weight::kSteps == 4;
+    const int row_bytes = kFp8 ? depth : depth * 2;
+    const cuuint64_t sizes[] = {cuuint64_t(p.in_dim), cuuint64_t(groups * p.out_dim)}, stride[] = {cuuint64_t(p.in_dim) * (kFp8 ? 1 : 2)};
+    const cuuint32_t box[] = {cuuint32_t(depth), cuuint32_t(rows)};
+    return describe(map, kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, values_of(weight), sizes, stride, box,
+                    row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
 template <int N, int G, bool Parts, class Weight>
 cudaError_t run_wide(const Product& p, const Weight& weight, int64_t groups, int parts, void* stream) {
     using Stage = WideStage<N, G, Parts, Weight>;
     CUtensorMap x_map, weight_map;
-    const cuuint64_t x_sizes[] = {cuuint64_t(p.in_dim), cuuint64_t(groups), cuuint64_t(p.tokens)};
-    const cuuint64_t x_strides[] = {cuuint64_t(p.in_dim) * sizeof(Bf16), cuuint64_t(p.x_stride) * sizeof(Bf16)};
-    const cuuint32_t x_box[] = {kWideDepth, 1, N / 2};
-    const cuuint64_t sizes[] = {cuuint64_t(p.in_dim), cuuint64_t(groups * p.out_dim)};
-    const cuuint64_t stride[] = {cuuint64_t(p.in_dim) * (Stage::kRowBytes / Stage::kDepth)};
-    const cuuint32_t box[] = {Stage::kDepth, Stage::kRows};
-    const bool described =
-        describe(x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, p.x, x_sizes, x_strides, x_box, CU_TENSOR_MAP_SWIZZLE_128B) &&
-        describe(weight_map, Stage::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, values_of(weight), sizes, stride, box,
-                 Stage::kRowBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
-    if (!described) return cudaErrorNotSupported;
+    if (!describe_tokens(x_map, p, groups, N / 2) || !describe_rows(weight_map, p, weight, groups, Stage::kDepth, Stage::kRows))
+        return cudaErrorNotSupported;
     const WideUnits units = units_of(p, groups, {N, G});
     const int depth = int(p.in_dim / kWideDepth), clusters = std::min(units.count(), kWideClusters);
     return launch(wide_product<N, G, Parts, Weight>, dim3(unsigned(clusters * kWideCluster)), Stage::kThreads, Stage::kShared, kWideCluster,
@@ -319,7 +341,7 @@ cudaError_t run_widest(const Product& p, const Weight& weight, int64_t groups, v
 // Tiles for E4M3, with k in parts or whole.
 template <bool Parts>
 struct WideTiles {
-    static constexpr WideTile kAll[11] = {{32, 1}, {48, 1}, {64, 1}, {96, 1}, {128, 1}, {48, 4}, {96, 2}, {128, 2}, {176, 2}, {192, 2}, kWidest};
+    static constexpr WideTile kAll[10] = {{32, 1}, {48, 1}, {64, 1}, {96, 1}, {128, 1}, {96, 2}, {128, 2}, {176, 2}, {192, 2}, kWidest};
 };
 template <>
 struct WideTiles<true> {
