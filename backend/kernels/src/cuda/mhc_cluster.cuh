@@ -16,7 +16,4 @@ __device__ inline void store_16(void* to, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
-// A barrier of some of a block's warps.
-__device__ inline void meet(int threads, int barrier = 1) { asm volatile("bar.sync %1, %0;" ::"r"(threads), "r"(barrier) : "memory"); }
-
 }  // namespace cedar::cuda

@@ -94,6 +94,11 @@ __device__ inline void add_squares(float& sum, uint4 x) {
     }
 }
 
+// A warp's sums of a tile: of the products a lane's part as the matrix instruction leaves it, of the squares those of its token.
+struct Sums {
+    float products[3][4], square, norm_square;
+};
+
 // kHidden > 0: the width, and no part of the boundary is left out. 0: only the call knows.
 template <int kHidden>
 struct Columns {
@@ -152,11 +157,8 @@ struct Columns {
         for (int j = 0; j < kStreams; ++j) store_16(to + j * hidden() * sizeof(Bf16), streams[j]);
     }
 
-    // This warp's sums of every token, stored when `ready` has come back, and what the token collapses to.
-    template <class Ready>
-    __device__ void add_up(uint4 (&streams)[kStreams], const float (&pre)[kStreams], const unsigned char* fn, float* partial, uint4& collapsed,
-                           const Ready& ready) const {
-        float square = 0.0f, norm_square = 0.0f;
+    // What the token collapses to, and its squares.
+    __device__ void collapse(uint4 (&streams)[kStreams], const float (&pre)[kStreams], uint4& collapsed, Sums& sums) const {
 #pragma unroll
         for (int v = 0; v < kVector / 2; ++v) {
             float2 y = {};
@@ -167,28 +169,45 @@ struct Columns {
             }
             part(collapsed, v) = pack(y.x, y.y);
         }
-        const uint32_t group = lane / 4, quad = lane % 4;
+        float square = 0.0f, norm_square = 0.0f;
         add_squares(norm_square, collapsed);
         if (mixes())
 #pragma unroll
             for (int i = 0; i < kStreams; ++i) add_squares(square, streams[i]);
-        square = sum_lanes(square, 4), norm_square = sum_lanes(norm_square, 4);
-        float c[3][4] = {};
-        const uint4* rows = reinterpret_cast<const uint4*>(fn) + lane;
-        if (mixes() && inside) {
+        sums.square = sum_lanes(square, 4), sums.norm_square = sum_lanes(norm_square, 4);
+    }
+
+    // The products of S tiles' tokens with the warp's columns of fn, which are looked at once.
+    template <int S>
+    __device__ void multiply(uint4 (&streams)[S][kStreams], const unsigned char* fn, Sums (&sums)[S]) const {
+        if (!mixes() || !inside) return;
+        const uint4* pieces = reinterpret_cast<const uint4*>(fn) + lane;
 #pragma unroll
-            for (int i = 0; i < kStreams; ++i)
+        for (int j = 0; j < S; ++j)
 #pragma unroll
-                for (int t = 0; t < 2; ++t)
+            for (int m = 0; m < 3; ++m)
 #pragma unroll
-                    for (int m = 0; m < 3; ++m) {
-                        const uint4 w = rows[((i * 2 + t) * 3 + m) * kWarp];
-                        multiply_bf16(c[m], w.x, w.y, w.z, w.w, part(streams[i], 2 * t), part(streams[i], 2 * t + 1));
-                    }
-        }
-        ready();
-        if (quad == group / 2) partial[kSquares * kTokens + group] = square, partial[kNormSquares * kTokens + group] = norm_square;
+                for (int k = 0; k < 4; ++k) sums[j].products[m][k] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i)
+#pragma unroll
+            for (int t = 0; t < 2; ++t)
+#pragma unroll
+                for (int m = 0; m < 3; ++m) {
+                    const uint4 w = pieces[((i * 2 + t) * 3 + m) * kWarp];
+#pragma unroll
+                    for (int j = 0; j < S; ++j)
+                        multiply_bf16(sums[j].products[m], w.x, w.y, w.z, w.w, part(streams[j][i], 2 * t), part(streams[j][i], 2 * t + 1));
+                }
+    }
+
+    // This warp's part of a tile's sums.
+    __device__ void store_sums(float* partial, const Sums& sums) const {
+        const uint32_t group = lane / 4, quad = lane % 4;
+        if (quad == group / 2)
+            partial[kSquares * kTokens + group] = sums.square, partial[kNormSquares * kTokens + group] = sums.norm_square;
         if (!mixes()) return;
+        const auto& c = sums.products;
         float2* to = reinterpret_cast<float2*>(partial + group * kTokens + quad * 2);  // of output group, tokens 2 quad and the next
         constexpr int kNext = 8 * kTokens / 2;
         to[0] = make_float2(c[0][0] + c[1][2], c[0][1] + c[1][3]);
@@ -209,7 +228,7 @@ struct Columns {
 
 // ---- a block's part of a tile: copies of a row of one token each, then of all tokens' coefficients ----
 
-constexpr int kCopyWarps = 3;  // that order a tile's copies: the engine takes one at a time, so one warp would be slow
+constexpr int kCopyWarps = 5;  // that order a tile's copies: the engine takes one at a time, so one warp would be slow
 constexpr uint32_t kRowCopies = (kStreams + 1) * kTokens, kCopies = kRowCopies + 3, kWarpCopies = (kCopies + kCopyWarps - 1) / kCopyWarps;
 static_assert(kWarpCopies <= kWarp, "a lane has one copy");
 
