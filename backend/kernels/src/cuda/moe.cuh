@@ -21,7 +21,7 @@ struct Groups {
 
     __device__ int4 block(int number) const {
         if (pairs != nullptr) return __ldcg(&blocks[number]);
-        const int64_t id = ids[number];
+        const int64_t id = __ldcg(&ids[number]);
         return make_int4(id < 0 || id > 0x7fffffff ? -1 : int(id), number, 1, 0);
     }
     __device__ int pair(int place) const { return pairs != nullptr ? __ldcg(&pairs[place]) : place; }
