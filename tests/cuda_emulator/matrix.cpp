@@ -7,8 +7,8 @@
 namespace emulated {
 namespace {
 
-double low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
-double high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+double low_of(uint32_t pair, bool halves) { return halves ? float_of_half(pair & 0xffff) : __uint_as_float(pair << 16); }
+double high_of(uint32_t pair, bool halves) { return halves ? float_of_half(pair >> 16) : __uint_as_float(pair & 0xffff0000u); }
 
 // 8 x 8 values of 16 bits, of a register of each lane: row lane / 4, columns 2 (lane % 4) and the next.
 struct Matrix {
@@ -38,10 +38,10 @@ void multiply_fragments(Fragments* const* lanes) {
         const int g = lane / 4, q = lane % 4;
         const Fragments& f = *lanes[lane];
         for (int i = 0; i < 4; ++i) {
-            a[g + i % 2 * 8][2 * q + i / 2 * 8] = low_of(f.a[i]);
-            a[g + i % 2 * 8][2 * q + i / 2 * 8 + 1] = high_of(f.a[i]);
+            a[g + i % 2 * 8][2 * q + i / 2 * 8] = low_of(f.a[i], f.halves);
+            a[g + i % 2 * 8][2 * q + i / 2 * 8 + 1] = high_of(f.a[i], f.halves);
         }
-        for (int i = 0; i < 2; ++i) b[2 * q + 8 * i][g] = low_of(f.b[i]), b[2 * q + 8 * i + 1][g] = high_of(f.b[i]);
+        for (int i = 0; i < 2; ++i) b[2 * q + 8 * i][g] = low_of(f.b[i], f.halves), b[2 * q + 8 * i + 1][g] = high_of(f.b[i], f.halves);
     }
     for (int row = 0; row < 16; ++row) {
         double sums[8] = {};

@@ -21,6 +21,7 @@ auto registers(R&... r) {
 struct Fragments {
     float* c[4];
     uint32_t a[4], b[2];
+    bool halves;  // of half precision, not bf16
 };
 void multiply_fragments(Fragments* const* lanes);
 struct Matrices {
@@ -32,6 +33,21 @@ void transpose_matrix(uint32_t* const* lanes);
 void copy_box(uint32_t shared, const CUtensorMap* map, std::array<int, 3> at, uint32_t barrier, uint32_t blocks);
 
 constexpr unsigned kAll = ~0u;
+
+inline float float_of_half(uint32_t x) {
+    const uint32_t exponent = x >> 10 & 31, mantissa = x & 0x3ff;
+    const float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY) : std::ldexp(exponent ? 1024.0f + float(mantissa) : float(mantissa), int(exponent ? exponent : 1) - 25);
+    return x & 0x8000 ? -magnitude : magnitude;
+}
+// Rounded to the nearest, to even ones.
+inline uint32_t half_of_float(float x) {
+    if (std::isnan(x)) return 0x7fff;
+    const uint32_t sign = std::signbit(x) ? 0x8000 : 0;
+    const double magnitude = std::fabs(x);
+    if (magnitude >= 65520.0) return sign | 0x7c00;
+    const int exponent = magnitude < 0x1p-14 ? -14 : std::ilogb(magnitude);
+    return sign | (uint32_t(exponent + 14) * 1024 + uint32_t(std::nearbyint(std::ldexp(magnitude, 10 - exponent))));
+}
 
 template <class T>
 T* place(uint32_t address) {
@@ -71,6 +87,9 @@ inline void prmt_b32(uint32_t& to, uint32_t a, uint32_t b, uint32_t selector) {
         to |= (nibble & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << (8 * i);
     }
 }
+inline void cvt_rn_f16x2_f32(uint32_t& pair, float upper, float lower) { pair = half_of_float(upper) << 16 | half_of_float(lower); }
+inline float above_zero(float x) { return x < 0.0f ? 0.0f : x; }
+inline void cvt_rn_relu_f16x2_f32(uint32_t& pair, float upper, float lower) { cvt_rn_f16x2_f32(pair, above_zero(upper), above_zero(lower)); }
 template <class T> void setp_ne_b32(bool& p, T x, int y) { p = int(x) != y; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline void ex2_approx_ftz_f32(float& y, float x) { y = flushed(exp2f(flushed(x))); }
@@ -95,6 +114,7 @@ template <class T> void load_vector(const std::array<T*, 4>& to, uint32_t addres
     for (size_t i = 0; i < 4; ++i) *to[i] = four.v[i];
 }
 inline void ld_shared_v4_u32(const std::array<uint32_t*, 4>& to, uint32_t address) { load_vector(to, address); }
+inline void ld_shared_u16(uint16_t& to, uint32_t address) { to = *place<uint16_t>(address); }
 inline void ld_shared_u32(uint32_t& to, uint32_t address) { to = *place<uint32_t>(address); }
 inline void ld_shared_cluster_v4_f32(const std::array<float*, 4>& to, uint32_t address) { load_vector(to, address); }
 template <class A> void st_shared_v4_u32(uint32_t address, const A& from) {
@@ -137,6 +157,7 @@ inline void mbarrier_arrive_shared_cta_b64(uint32_t address) { arrive_phase(addr
 inline void mbarrier_arrive_shared_cta_b64(uint64_t&, uint32_t address) { arrive_phase(address, 1, 0); }
 inline void mbarrier_arrive_shared_cluster_b64(uint32_t address) { arrive_phase(address, 1, 0); }
 inline void mbarrier_arrive_expect_tx_shared_cta_b64(uint32_t address, uint32_t bytes) { arrive_phase(address, 1, bytes); }
+inline void mbarrier_arrive_expect_tx_shared_cluster_b64(uint32_t address, uint32_t bytes) { arrive_phase(address, 1, bytes); }
 inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, uint32_t address, uint32_t parity) { await_phase(address, parity), done = true; }
 
 // ---- copies ----
@@ -187,9 +208,17 @@ template <class A> void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_f3
 // ---- matrices ----
 
 template <class A, class B>
-void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(const std::array<float*, 4>& d, const A& a, const B& b, const std::array<float*, 4>&) {
-    Fragments mine{{d[0], d[1], d[2], d[3]}, {*a[0], *a[1], *a[2], *a[3]}, {*b[0], *b[1]}};
+void multiply_sixteen(const std::array<float*, 4>& d, const A& a, const B& b, bool halves) {
+    Fragments mine{{d[0], d[1], d[2], d[3]}, {*a[0], *a[1], *a[2], *a[3]}, {*b[0], *b[1]}, halves};
     together(kAll, "mma.sync", mine, [](Fragments* const* lanes) { multiply_fragments(lanes); });
+}
+template <class A, class B>
+void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(const std::array<float*, 4>& d, const A& a, const B& b, const std::array<float*, 4>&) {
+    multiply_sixteen(d, a, b, false);
+}
+template <class A, class B>
+void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(const std::array<float*, 4>& d, const A& a, const B& b, const std::array<float*, 4>&) {
+    multiply_sixteen(d, a, b, true);
 }
 template <bool Transposed>
 void load_four(const std::array<uint32_t*, 4>& to, uint32_t address) {

@@ -28,12 +28,14 @@ def library() -> Path:
 SMALL = [
     pytest.param(
         "",
-        "boundary_differs and (352 or 5120) and not 1500 and (all or norm) or boundary_differs and 130 and (64 or 256)",
+        "boundary_differs and (352 or 5120) and not 1500 and (all or norm) or boundary_differs and 130 and (64 or 256) "
+        "or whole_tiles and (24 or 41 or 58)",
         id="mega_mhc",
     ),
     pytest.param(
         "",
-        "choice_differs and not 5120 and not 2053 and not 4096 or choice_differs and (17-5120 or 500-5120) or equal_scores",
+        "choice_differs and not 5120 and not 2053 and not 4096 or choice_differs and (17-5120 or 500-5120) "
+        "or equal_scores and not 1900",
         id="mega_gate",
     ),
     pytest.param("", "window_records or entries or entry_depends or not_finite", id="stores"),
@@ -41,7 +43,7 @@ SMALL = [
     pytest.param(
         "_linear",
         "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends "
-        "or True-300-2624 or True-48-40000 or True-48-32768 or some_tens and 1- and (328 or 2080) "
+        "or True-300-2624 or True-48-40000 or True-48-32768 or some_tens and 1- and (328 or 2080 or 352 or 96-512) "
         "or grouped_projection_depends and (3-256 or 2-1024)",
         id="linears",
     ),
@@ -52,14 +54,14 @@ SMALL = [
     ),
     pytest.param(
         "_index",
-        "worse_entry or few_entries and not 33 or restricted_search and 100 or equal_scores and not 70000 or strided"
-        " or nobody_sees",
+        "worse_entry or few_entries and not 33 or float32 and True or restricted_search and 100 or equal_scores and not 70000 "
+        "or strided or nobody_sees or no_number or exact_scores and lengths0 or scored_wrong and 9-",
         id="mqa_logits_topk",
     ),
     pytest.param(
         "_attention",
         "output_differs and [3- and not sizes10 or single_key and 63 or without_keys or other_bits and [17- or half_of_a_tile "
-        "or row_of_many and 129 and sizes0",
+        "or row_of_many and 129 and sizes0 or few_of_many and (sizes1 or widths1)",
         id="mega_attention",
     ),
     pytest.param("_plain", "not captured and not 5120 and not batch", id="plain"),
@@ -92,7 +94,13 @@ def test_an_emulated_kernel_accesses_other_memory(checked_library: Path, tmp_pat
     ("module", "selected", "processors"),
     [
         pytest.param("", "boundary_differs and 5120 and (1500 and all or 130) or boundary and batch and 70", FEW, id="mega_mhc"),
-        pytest.param("", "choice_differs and (5120 and 300 or 2053) or choice_depends and 100", MANY, id="mega_gate"),
+        pytest.param(
+            "",
+            "choice_differs and (5120 and 300 or 2053 and not 501) or choice_depends and (100 or 385 or 512) "
+            "or equal_scores and (500 or 1900)",
+            MANY,
+            id="mega_gate",
+        ),
         pytest.param(
             "_linear",
             "(64-64 or 272 or 2-128) and not 641 or 900-9248 or rounding and not 700",
@@ -100,7 +108,12 @@ def test_an_emulated_kernel_accesses_other_memory(checked_library: Path, tmp_pat
             id="linears",
         ),
         pytest.param("_moe", "experts_differ and (8-2 or 5-2 or 16-6 and 48) or one_expert or nan or exist", FEW, id="moe_fp4"),
-        pytest.param("_index", "scales or nan or chunk and True or larger_blocks", MANY, id="mqa_logits_topk"),
+        pytest.param(
+            "_index",
+            "scales_far or sizes_are_lost or scored_wrong and 40- or nan or chunk and True or larger_blocks",
+            MANY,
+            id="mqa_logits_topk",
+        ),
         pytest.param(
             "_attention",
             "output_differs and [48- and not sizes10 or other_sizes or single_key or leak or block_of_many and widths2",

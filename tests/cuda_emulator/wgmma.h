@@ -7,9 +7,10 @@
 
 namespace emulated {
 
-// A thread's part of a product: registers of its sums (side by side), and of a its registers or the matrix's descriptor.
+// A thread's part of a product: registers of its sums (side by side), and of a its registers or the matrix's descriptor. e5m2: not bf16.
 struct Product {
     int columns;
+    bool e5m2;
     float* c;
     bool a_in_registers, adds, b_transposed;
     uint32_t a[4];
@@ -34,13 +35,13 @@ inline void wgmma_wait_group_sync_aligned(int left) { await_products(size_t(left
 
 template <size_t N, class A>
 void multiply(int columns, const std::array<float*, N>& c, const std::array<A*, 4>& a, uint64_t b, bool adds, int b_transposed) {
-    Product mine{columns, side_by_side(c), true, adds, b_transposed != 0, {*a[0], *a[1], *a[2], *a[3]}, 0, b};
+    Product mine{columns, false, side_by_side(c), true, adds, b_transposed != 0, {*a[0], *a[1], *a[2], *a[3]}, 0, b};
     start_product(mine);
 }
 template <size_t N>
 void multiply(int columns, const std::array<float*, N>& c, uint64_t a, uint64_t b, bool adds, int a_transposed, int b_transposed) {
     if (a_transposed != 0) failed("wgmma: the emulator has no transposed left side");
-    Product mine{columns, side_by_side(c), false, adds, b_transposed != 0, {}, a, b};
+    Product mine{columns, false, side_by_side(c), false, adds, b_transposed != 0, {}, a, b};
     start_product(mine);
 }
 
@@ -67,6 +68,11 @@ EMULATED_WGMMA(176)
 EMULATED_WGMMA(192)
 EMULATED_WGMMA(256)
 #undef EMULATED_WGMMA
+template <class P>
+void wgmma_mma_async_sync_aligned_m64n32k32_f32_e5m2_e5m2(const std::array<float*, 16>& c, const std::array<const uint32_t*, 4>& a, uint64_t b, P adds, int, int) {
+    Product mine{32, true, side_by_side(c), true, bool(adds), false, {*a[0], *a[1], *a[2], *a[3]}, 0, b};
+    start_product(mine);
+}
 
 }  // namespace ptx
 }  // namespace emulated

@@ -92,7 +92,7 @@ def test_a_boundary_differs_from_the_reference(rows: int, hidden: int, parts: st
             assert_close(one.cpu(), other, 4e-3)
 
 
-@pytest.mark.parametrize("rows", [8, 9, 24, 25, 41, 57, 113, 120, 121, 384, 513])
+@pytest.mark.parametrize("rows", [8, 9, 24, 25, 41, 57, 58, 112, 113, 120, 121, 169, 225, 384, 513, 1017])
 def test_a_boundary_of_whole_tiles_differs(rows: int) -> None:
     """Tiles that clusters share evenly or not, the last one whole or not."""
     arguments = boundary(rows, 5120)
@@ -113,7 +113,9 @@ def test_a_boundary_depends_on_its_batch(rows: int) -> None:
     same_bits(run, rows)
 
 
-@pytest.mark.parametrize(("hidden", "experts", "top_k"), [(64, 8, 2), (96, 30, 4), (256, 16, 4), (5120, 384, 6), (5120, 128, 3)])
+@pytest.mark.parametrize(
+    ("hidden", "experts", "top_k"), [(64, 8, 2), (96, 30, 4), (256, 16, 4), (5120, 384, 6), (5120, 128, 3), (5120, 501, 8)]
+)
 @pytest.mark.parametrize("rows", [*ROWS, 250, 300, 500, 700, 2053, 4096])
 def test_a_choice_differs_from_the_reference(rows: int, hidden: int, experts: int, top_k: int) -> None:
     g = seeded(rows + experts)
@@ -146,6 +148,23 @@ def test_equal_scores_select_late_experts_or_counters_are_left() -> None:
         assert ids.tolist() == [[0, 1, 2, 3]] * 70
 
 
+@pytest.mark.parametrize(("copies", "top_k"), [(1, 20), (2, 16), (4, 6), (6, 32), (48, 6), (384, 3)])
+@pytest.mark.parametrize("rows", [40, 300, 500, 1900])
+def test_a_choice_among_equal_scores_is_not_of_the_first(rows: int, copies: int, top_k: int) -> None:
+    """Experts e, e + groups, e + 2 groups, ... have the same weights: the lowest of a group come first."""
+    g, groups = seeded(rows + copies), 384 // copies
+    x, weight = torch.randn(rows, 5120, generator=g).to(BF16), (torch.randn(groups, 5120, generator=g) * 0.02).to(BF16)
+    ids, weights = on_gpu(mega_gate, x.cuda(), weight.repeat(copies, 1).cuda(), torch.zeros(384).cuda(), top_k, 1.5)
+    scores = torch.nn.functional.softplus(x.double() @ weight.double().T).sqrt().repeat(1, copies)
+    chosen = scores.gather(1, ids.cpu())
+    torch.testing.assert_close(chosen, scores.topk(top_k, -1).values, atol=1e-4, rtol=0)
+    torch.testing.assert_close(weights.cpu().double(), chosen / chosen.sum(1, keepdim=True) * 1.5, atol=1e-5, rtol=1e-4)
+    for row in ids.tolist():
+        for group in {e % groups for e in row}:
+            members = [e for e in row if e % groups == group]
+            assert members == [group + i * groups for i in range(len(members))]
+
+
 @pytest.mark.parametrize("rows", [12, 24, 48, 100, 200, 300, 400, 500, 640])
 def test_a_choice_depends_on_its_batch(rows: int) -> None:
     g = seeded(4)
@@ -158,7 +177,7 @@ def test_a_choice_depends_on_its_batch(rows: int) -> None:
     same_bits(lambda part: on_gpu(mega_gate, x[part].contiguous(), weight, bias, 6, 1.5), rows)
 
 
-@pytest.mark.parametrize("rows", [129, 193, 257, 384, 385, 449, 512, 513, 561, 640])
+@pytest.mark.parametrize("rows", [129, 193, 257, 384, 385, 392, 393, 449, 512, 513, 560, 561, 640])
 def test_a_choice_depends_on_its_place_among_many(rows: int) -> None:
     g = seeded(rows)
     x = torch.randn(rows, 5120, generator=g).to(BF16).cuda()

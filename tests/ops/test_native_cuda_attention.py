@@ -141,6 +141,22 @@ def test_a_row_of_many_differs_from_the_formula(rows: int, sizes: tuple[int, int
     assert_close(x.run()[some], x.rows(some).expected(), 8e-3)
 
 
+@pytest.mark.parametrize("widths", [(128, 130), (64, 64), (30, 0), (0, 200)])
+@pytest.mark.parametrize("sizes", [RELEASE, (70, 128, 8)])
+def test_tiles_of_a_few_of_many_rows_are_lost(sizes: tuple[int, int, int], widths: tuple[int, int]) -> None:
+    """A block goes from rows of some tiles to rows of one or none: what the row before left behind lies in the next one's way."""
+    x = case(150, sizes, widths, seed=3)
+    g = torch.Generator("cuda").manual_seed(5)
+    for index in x.indices:
+        for first in range(0, index.shape[1], 64):
+            index[:, first : first + 64][torch.rand(150, generator=g, device="cuda") < 0.5] = 0
+    out = x.run()
+    assert_close(out, x.expected(), 8e-3)
+    order = torch.randperm(150, generator=g, device="cuda")
+    indices = tuple(index[order] for index in x.indices)
+    assert torch.equal(replace(x, query=x.query[order], angle=x.angle[order], indices=indices).run(), out[order])
+
+
 def test_a_nan_spreads_to_other_rows_of_many() -> None:
     x = case(MANY, RELEASE, (128, 512))
 

@@ -23,12 +23,6 @@ inline unsigned short half_of_e4m3(unsigned code) {
     return static_cast<unsigned short>(sign | (9 - lift) << 10 | (mantissa << lift & 7) << 7);
 }
 
-inline float float_of_half(unsigned short x) {
-    const unsigned exponent = x >> 10 & 31, mantissa = x & 0x3ff;
-    const float magnitude = exponent == 31 ? (mantissa ? NAN : INFINITY) : std::ldexp(exponent ? 1024.0f + float(mantissa) : float(mantissa), int(exponent ? exponent : 1) - 25);
-    return x & 0x8000 ? -magnitude : magnitude;
-}
-
 // Rounded to the nearest, to even ones, and at most 448.
 inline unsigned e4m3_of_float(float x) {
     const unsigned sign = std::signbit(x) ? 0x80 : 0;

@@ -78,6 +78,8 @@ inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
     return unsigned((uint64_t(high) << 32 | low) << (shift & 31) >> 32);
 }
+inline unsigned __vmaxu2(unsigned x, unsigned y) { return std::max(x & 0xffffu, y & 0xffffu) | std::max(x & 0xffff0000u, y & 0xffff0000u); }
+inline unsigned __vminu2(unsigned x, unsigned y) { return std::min(x & 0xffffu, y & 0xffffu) | std::min(x & 0xffff0000u, y & 0xffff0000u); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     unsigned result;
     emulated::ptx::prmt_b32(result, x, y, selector);
