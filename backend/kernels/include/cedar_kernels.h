@@ -12,13 +12,14 @@
  * Every field is 8 bytes: a pointer, an int64 or a double. `size` is sizeof of the struct as the caller knows it. Tensors are
  * dense, row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
  * On a GPU it may depend on which class their number is of, and on nothing else: attention up to 128 rows and more; on Hopper,
- * whose own instruction adds in another order, linears up to 16, up to 640 and more, experts up to 640, the router up to 1,791.
+ * whose own instruction adds in another order, linears up to 16, up to 640 and more, wo_a also up to 64, experts up to 640, the
+ * router up to 1,791.
  * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are
  * int64 row numbers; 0 is the null row, which is never written and masks a key. On a CPU a number that names no row, page, slot or
  * block is CEDAR_INVALID; a GPU's are not looked at, so there they must be right.
  * On a GPU a launch may begin while the one before it in its stream ends, once that one lets others begin. Until the one before has
- * ended it writes nothing, and reads only what no launch of this library writes: weights and their scales, norm weights, sinks, and
- * fn, scale and base of the hyper-connections. Whatever else writes those has to have ended first.
+ * ended it writes nothing, and reads only what no launch of this library writes: weights and their scales, norm weights, sinks, the
+ * router's biases, and fn, scale and base of the hyper-connections. Whatever else writes those has to have ended first.
  * The formulas are those of the docstrings in backend/cedar/ops.
  */
 #ifndef CEDAR_KERNELS_H
@@ -249,6 +250,10 @@ typedef struct {
  * pages[base[t] + j / per_page] * per_page + j % per_page. With candidates, a row scores only the entries of its blocks.
  * index: positions, ascending, then -1; slots: their pool rows, then 0. published: the blocks with the best maximum (the newest
  * always), ascending, then -1.
+ * On a GPU keys are MXFP4 and quantise is set; else CEDAR_UNSUPPORTED. There a group of 32 of a key, or of a head's query, counts fully
+ * while its scale is at least 2^-16 of the largest of that key, or of that head. Of a head's sum with a key on Hopper what is below 14
+ * bits of its largest part is cut off; it is then rounded to 11 bits, as weights are. So a score is commonly within 2^-10 of its heads'
+ * sums, and exact where these need no more bits.
  */
 typedef struct {
     uint64_t size;
