@@ -49,7 +49,15 @@ class Terminal:
     def __init__(self, arguments: list[str]) -> None:
         self._near, far = pty.openpty()
         self.process = subprocess.Popen(
-            arguments, stdin=far, stdout=far, stderr=far, env=environment(), start_new_session=True, close_fds=True
+            arguments,
+            stdin=far,
+            stdout=far,
+            stderr=far,
+            env=environment(),
+            start_new_session=True,
+            close_fds=True,
+            # as at a terminal: what a shell runs in the background ignores SIGINT, and so would all it starts
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(far)
         self._unread = ""
