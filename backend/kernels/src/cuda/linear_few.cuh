@@ -19,7 +19,7 @@ constexpr int kFewSingle = 125;  // percent that tiles by themselves cost, of wh
 // Block (i, g): of group g the i-th RT tiles times its warps over the parts.
 template <int RT, int NT, class Weight>
 __global__ void __launch_bounds__(kFewThreads, 2) few_product(const Product p, const Weight weight, int parts, bool vectors) {
-    using Rows = RowMajor<Weight, Shift::kLeft>;
+    using Rows = RowMajor<Weight>;
     constexpr int kSteps = 2, kWarpBytes = kSteps * RT * 1024, kRows = RT * 16, kUnits = Rows::kUnits;
     extern __shared__ __align__(16) unsigned char memory[];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = lane / 4, quad = lane % 4;

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(G * 128 + kWarp, 1)
                 for (int t = 0; t < 4; ++t) {
                     const uint32_t scale = lifted_scale(__byte_perm(four, 0, 0x4440 + half * 2 + t / 2));
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) a[half][t][i] = widen_e4m3<0, Shift::kLeft>(two[half * 4 + t][i], scale);
+                    for (int i = 0; i < 4; ++i) a[half][t][i] = widen_e4m3<0>(two[half * 4 + t][i], scale);
                 }
                 begin_group();
 #pragma unroll

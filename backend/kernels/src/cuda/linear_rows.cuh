@@ -21,7 +21,7 @@ __device__ inline int rows_place(int row, int in_dim) { return row * in_dim + (r
 // eights change places so that stores of a warp meet all banks twice.
 template <int NT>
 __global__ void __launch_bounds__(kRowsThreads, 1) rows_product(const Product p, const Fp8Weight weight, bool vectors) {
-    using Rows = RowMajor<Fp8Weight, Shift::kLeft>;
+    using Rows = RowMajor<Fp8Weight>;
     constexpr int kPartSums = NT * 8 * 16;
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ uint64_t full[kRowsSlots][kRowsQuarters];

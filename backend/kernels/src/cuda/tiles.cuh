@@ -35,7 +35,7 @@ struct Fp4Codes {
     }
 };
 
-template <class Weight, Shift kShift = Shift::kRight>
+template <class Weight>
 struct RowMajor {
     static constexpr bool kFp8 = Weight::kSteps == 4;
     static constexpr int kBlock = Weight::kBlock, kUnits = Weight::kSteps / 2, kSwizzle = kFp8 ? 1 : 0, kCodeStep = 64;
@@ -65,7 +65,7 @@ struct RowMajor {
         typename Weight::Loaded loaded{};
         loaded.bytes = bytes;
         if constexpr (kFp8) loaded.scale = scale;
-        const uint2 first = Weight::template fragment<kShift>(loaded, 2 * unit), second = Weight::template fragment<kShift>(loaded, 2 * unit + 1);
+        const uint2 first = Weight::fragment(loaded, 2 * unit), second = Weight::fragment(loaded, 2 * unit + 1);
         f[0] = first.x, f[1] = first.y, f[2] = second.x, f[3] = second.y;
     }
 };

@@ -14,22 +14,13 @@ __device__ inline uint32_t scaled_pair(uint32_t bits, uint32_t scale) {
     return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// By which shift codes come to their place, to the same bits. ptxas shifts left by a multiply-add, which spares the units that permute and
-// mask: kernels of few tokens, whose time is widening, gain 4 to 7% by it on an H200.
-enum class Shift { kRight, kLeft };
-
-// E4M3 codes in bytes kFirst and kFirst + 1 of a word times a lifted scale, as bf16 pair: exact.
-template <int kFirst, Shift kShift = Shift::kRight>
+// E4M3 codes in bytes kFirst and kFirst + 1 of a word times a lifted scale, as bf16 pair: exact. A shift to the left is a multiply-add to
+// ptxas, which spares the units that permute and mask.
+template <int kFirst>
 __device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t scale) {
-    uint32_t codes, bits;  // signs come along; what enters the other half is masked
-    if constexpr (kShift == Shift::kLeft) {  // codes in the low bytes of both halves, above them their signs eight times
-        asm("prmt.b32 %0, %1, 0, %2;" : "=r"(codes) : "r"(word), "n"(kFirst == 0 ? 0x9180 : 0xb3a2));
-        bits = codes << 4;
-    } else {  // in the high bytes of both halves, between them the first one's sign eight times
-        asm("prmt.b32 %0, %1, 0, %2;" : "=r"(codes) : "r"(word), "n"(kFirst == 0 ? 0x1804 : 0x3a24));
-        bits = uint32_t(int32_t(codes) >> 4);
-    }
-    return scaled_pair(bits & 0x87f087f0, scale);
+    uint32_t codes;  // in the low bytes of both halves, above them their signs eight times
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(codes) : "r"(word), "n"(kFirst == 0 ? 0x9180 : 0xb3a2));
+    return scaled_pair(codes << 4 & 0x87f087f0, scale);  // signs come along; what enters the other half is masked
 }
 
 // A weight of row-major bf16: a block of k is 32 wide, a lane's 16 bytes are 8 values.
@@ -41,7 +32,6 @@ struct Bf16Weight {
         uint4 bytes;
     };
     // The pairs (2 tid, 2 tid + 1) and (2 tid + 8, 2 tid + 9) of step s.
-    template <Shift>
     __device__ static uint2 fragment(const Loaded& x, int s) {
         return s == 0 ? make_uint2(x.bytes.x, x.bytes.y) : make_uint2(x.bytes.z, x.bytes.w);
     }
@@ -58,10 +48,9 @@ struct Fp8Weight {
         uint32_t scale;
     };
     __device__ const uint8_t* scale_at(int64_t row, int64_t k) const { return scales + row / 32 * scale_stride + k / 32; }
-    template <Shift kShift>
     __device__ static uint2 fragment(const Loaded& x, int s) {
         const uint32_t four = s == 0 ? x.bytes.x : s == 1 ? x.bytes.y : s == 2 ? x.bytes.z : x.bytes.w;
-        return make_uint2(widen_e4m3<0, kShift>(four, x.scale), widen_e4m3<2, kShift>(four, x.scale));
+        return make_uint2(widen_e4m3<0>(four, x.scale), widen_e4m3<2>(four, x.scale));
     }
 };
 
