@@ -251,9 +251,10 @@ typedef struct {
  * index: positions, ascending, then -1; slots: their pool rows, then 0. published: the blocks with the best maximum (the newest
  * always), ascending, then -1.
  * On a GPU keys are MXFP4 and quantise is set; else CEDAR_UNSUPPORTED. There a group of 32 of a key, or of a head's query, counts fully
- * while its scale is at least 2^-16 of the largest of that key, or of that head. Of a head's sum with a key on Hopper what is below 14
- * bits of its largest part is cut off; it is then rounded to 11 bits, as weights are. So a score is commonly within 2^-10 of its heads'
- * sums, and exact where these need no more bits.
+ * while its scale is at least 2^-16 of the largest of that key, or of that head; a head while its weight times its largest scale, which is
+ * to be finite, is at least 2^-28 of the row's largest. Of a head's sum with a key on Hopper what is below 14 bits of its largest part is
+ * cut off; it is then rounded to 11 bits, as weights are, and to a multiple of 2^-27 of the product of both largest scales. So a score is
+ * commonly within 2^-10 of its heads' sums, and exact where these need no more bits.
  */
 typedef struct {
     uint64_t size;

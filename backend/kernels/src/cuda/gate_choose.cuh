@@ -19,7 +19,8 @@ __device__ inline float score_of(float logit) {
     return root;
 }
 
-// A float's bits as an unsigned number in the same order, never 0; an order for NaNs. x: a score and a bias, and so no -0.
+// A float's bits as an unsigned number in the same order, never 0; the NaN that a GPU's sums give is above all. x: a score and a bias, and so
+// no -0.
 __device__ inline uint32_t ordered(float x) {
     const uint32_t bits = __float_as_uint(x);
     return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);

@@ -27,7 +27,7 @@ __device__ void score_run(const ScoreMemory<D, W>& memory, const Weights (&weigh
             if (t >= count) break;
             float c[kMostHeads / 2] = {};
             start_products<D>(c, wide, memory.query[t], lane);
-            if (b == 0 && t == 0) meanwhile();
+            if (b == 0 && t == 0) meanwhile();  // it branches: that no sum is read ahead of the wait was seen in the machine code (CUDA 13.0)
             await_products<D>(c, wide);
             weigh(c, weights[t], sums[t][b], sums[t][b + 1]);
         }
