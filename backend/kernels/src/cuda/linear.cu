@@ -112,6 +112,12 @@ int dispatch(const char* op, const Product& p, const void* weight, const uint8_t
 
 }  // namespace
 
+cudaError_t round_to_mxfp8(const Bf16* x, Bf16* out, int64_t values, void* stream) {
+    const int64_t vectors = values / 8;
+    const dim3 grid(unsigned((vectors + kRowThreads - 1) / kRowThreads));
+    return launch(round_rows, grid, kRowThreads, 0, 1, true, stream, x, out, vectors);
+}
+
 bool has_groups() {
     if (!kWideBuilt) return false;
     int device = 0, major = 0;
@@ -144,9 +150,7 @@ int mxfp8_linear(const cedar_mxfp8_linear_args& a, void* stream) {
     if (a.act_quant) {
         if (a.in_dim % 32 != 0) return fail(CEDAR_UNSUPPORTED, "mxfp8_linear: in_dim %lld on a GPU", (long long)a.in_dim);
         Bf16* rounded = reinterpret_cast<Bf16*>(static_cast<char*>(a.workspace) + CEDAR_COUNTER_BYTES);
-        const int64_t vectors = a.rows * a.in_dim / 8;
-        const dim3 grid(unsigned((vectors + kRowThreads - 1) / kRowThreads));
-        const cudaError_t error = launch(round_rows, grid, kRowThreads, 0, 1, true, stream, x, rounded, vectors);
+        const cudaError_t error = round_to_mxfp8(x, rounded, a.rows * a.in_dim, stream);
         if (error != cudaSuccess) return finish("mxfp8_linear", error);
         x = rounded;
     }

@@ -80,23 +80,6 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(const int64_t* ids, 
 
 // ---- what is left ----
 
-// Rounds x to MXFP8. A thread has 8 values, 4 threads a group of 32.
-__global__ void round_rows(const Bf16* x, Bf16* out, int64_t vectors) {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    release_launch();
-    await_launch();
-    if (i / kWarp * kWarp >= vectors) return;  // lanes behind the end repeat the last vector: a group is never divided
-    float v[8];
-    load_pack<8>(x + (i < vectors ? i : vectors - 1) * 8, v);
-    float amax = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
-    const float scale = power_of_two_scale(max_lanes(amax, 4), 1e-4f, float(1.0 / 448.0));
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = decode_e4m3(encode_e4m3(v[j] / scale)) * scale;
-    if (i < vectors) store_pack<8>(out + i * 8, v);
-}
-
 // The shared expert between its products. hidden [T, 2 inner] -> out [T, inner].
 __global__ void gate_rows(const Bf16* hidden, Bf16* out, int64_t inner, float limit, int64_t vectors) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -145,10 +128,6 @@ __global__ void __launch_bounds__(kRowThreads, 2) sum_experts(const Bf16* parts,
 }
 
 unsigned blocks_for(int64_t vectors) { return unsigned((vectors + kRowThreads - 1) / kRowThreads); }
-
-cudaError_t quantise(const Bf16* x, Bf16* out, int64_t values, void* stream) {
-    return launch(round_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, true, stream, x, out, values / 8);
-}
 
 bool is_streamed(int64_t rows) { return rows <= kStreamRows; }
 bool is_wide(int64_t rows) { return !is_streamed(rows) && has_groups(); }
@@ -235,7 +214,7 @@ int shared_expert(const cedar_moe_fp4_args& a, const Workspace& w, const Bf16* x
     const int64_t values = a.rows * a.inner;
     cudaError_t error = launch(gate_rows, dim3(blocks_for(values / 8)), kRowThreads, 0, 1, true, stream, w.shared_hidden, w.shared_inner, a.inner,
                                float(a.limit), values / 8);
-    if (error == cudaSuccess && a.act_quant) error = quantise(w.shared_inner, w.shared_inner, values, stream);
+    if (error == cudaSuccess && a.act_quant) error = round_to_mxfp8(w.shared_inner, w.shared_inner, values, stream);
     if (error != cudaSuccess) return finish("moe_fp4", error);
     const Dense second{w.shared_inner, a.rows, a.inner, a.hidden, a.shared_w2, a.shared_w2_scale, a.shared_type, w.shared};
     return dense_product("moe_fp4", second, stream);
@@ -255,7 +234,7 @@ cudaError_t routed_experts(const cedar_moe_fp4_args& a, const Workspace& w, cons
     error = multiply<true>(a, first, w, x, stream);
     // one run of values where the shared expert's inner rows lie behind the routed ones
     const int64_t inner_rows = pairs + (is_streamed(a.rows) ? a.rows : 0);
-    if (error == cudaSuccess && a.act_quant) error = quantise(w.inner, w.inner, inner_rows * a.inner, stream);
+    if (error == cudaSuccess && a.act_quant) error = round_to_mxfp8(w.inner, w.inner, inner_rows * a.inner, stream);
     if (error != cudaSuccess) return error;
     const ExpertProduct second = {static_cast<const uint8_t*>(a.w2), a.w2_scale, w.inner, int(a.hidden / kFp4Rows), int(a.inner / kFp4Depth),
                                   a.inner, 0, 0.0f, nullptr, w.parts, a.hidden};
@@ -276,7 +255,7 @@ int moe_fp4(const cedar_moe_fp4_args& a, void* stream) {
     const Bf16* x = static_cast<const Bf16*>(a.x);
     cudaError_t error = cudaSuccess;
     if (a.act_quant) {
-        error = quantise(x, w.x, a.rows * a.hidden, stream);
+        error = round_to_mxfp8(x, w.x, a.rows * a.hidden, stream);
         x = w.x;
     }
     if (error == cudaSuccess) error = routed_experts(a, w, x, stream);

@@ -104,4 +104,7 @@ struct Dense {
 };
 int dense_product(const char* op, const Dense& d, void* stream);
 
+// What MXFP8 leaves of so many values, groups of 32 in a row; `out` may be x. (linear.cu)
+cudaError_t round_to_mxfp8(const Bf16* x, Bf16* out, int64_t values, void* stream);
+
 }  // namespace cedar::cuda
