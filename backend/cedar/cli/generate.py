@@ -36,6 +36,7 @@ class Meter:
         self.tokens = 0
 
     def feed(self, delta: Delta) -> None:
+        """Note that this part has come now; parts without tokens do not count."""
         if not delta.token_ids:
             return
         self._last = time.perf_counter()
