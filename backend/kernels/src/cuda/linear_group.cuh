@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kMostGroups * 128, 1)
     const int first_row = int(blockIdx.z) * groups * 64, first_token = (int(blockIdx.x) >> plan.parts_bits) * plan.each;
     const int tokens = min(int(p.tokens) - first_token, plan.each), columns = (tokens + 7) / 8;
     const int all = int(p.in_dim / kGroupDepth), first = part * plan.length, blocks = min(plan.length, all - first), steps = (blocks + 1) / 2;
-    const int stage_bytes = Stage::bytes(groups);
+    const int stage_bytes = Stage::bytes(groups), ahead = stages_ahead(groups * Stage::kRowsBytes, stages);
     unsigned char* const behind_ring = ring + stages * stage_bytes;
     unsigned char* const sums = Stage::kOwnSums ? behind_ring : ring;
     unsigned char* const scales = behind_ring + (Stage::kOwnSums ? Stage::sums_bytes(groups) : 0);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kMostGroups * 128, 1)
         init_barrier(&added, 1);
         publish_barriers();
         if (parts > 1) announce_bytes(&added, uint32_t(parts * sums_blocks) * 64 * uint32_t(sizeof(float)));
-        for (int step = 0; step < min(stages, steps); ++step) fetch_rows(step, step);  // the weight does not wait for x
+        for (int step = 0; step < min(ahead, steps); ++step) fetch_rows(step, step);  // the weight does not wait for x
     }
     if constexpr (Stage::kFp8) {
         const int64_t row = first_row + warp * 16;
@@ -150,7 +150,10 @@ __global__ void __launch_bounds__(kMostGroups * 128, 1)
     release_launch();  // the next launch awaits this one
     await_launch();
     if (threadIdx.x == 0)
-        for (int step = 0; step < min(stages, steps); ++step) fetch_tokens(step, step);
+        for (int step = 0; step < min(stages, steps); ++step) {
+            if (step >= ahead) fetch_rows(step, step);
+            fetch_tokens(step, step);
+        }
     __syncthreads();
     if constexpr (Stage::kOwnSums) arrive_at_cluster();  // the barriers have been published
 

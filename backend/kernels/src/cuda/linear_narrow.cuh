@@ -26,6 +26,7 @@ struct NarrowStage {
     static constexpr int kTokenBytes = N * 128, kWeights = 2 * kTokenBytes, kBytes = kWeights + kRows * kNarrowDepth;
     static constexpr int kSums = kParts ? G * N * kSumsBlock * int(sizeof(float)) : 0;  // of all parts; others are sent before the ring is free
     static constexpr int kFitting = (kWideShared - 1024 - kSums) / kBytes, kCount = kFitting < 16 ? kFitting : 16;
+    static constexpr int kAhead = stages_ahead(kRows * kNarrowDepth, kCount);
     static constexpr size_t kShared = size_t(kCount) * kBytes + kSums + 1024;  // to begin at a multiple of 1024
     static_assert(kCount >= 3 && kCount >= (kDeep ? G : 1) && kCount * kBytes >= G * N * kNarrowStride * int(sizeof(float)));
 };
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(G * 128 + kWarp, 1)
         publish_barriers();
         if (Stage::kParts) announce_bytes(&added, uint32_t(of.parts * of.sums_blocks) * 64 * uint32_t(sizeof(float)));
         // the weight waits neither for x nor for other blocks
-        for (int step = 0; step < min(steps, Stage::kCount); ++step) fetch_rows(step, step);
+        for (int step = 0; step < min(steps, Stage::kAhead); ++step) fetch_rows(step, step);
     }
     const int group = warp / 4, quad = lane % 4, own = (Stage::kDeep ? 0 : group * 64) + warp % 4 * 16;  // the warp's first row
     const int count = (steps - (Stage::kDeep ? group : 0) + kTurns - 1) / kTurns;                        // of its steps
@@ -104,10 +105,8 @@ __global__ void __launch_bounds__(G * 128 + kWarp, 1)
             int slot = 0;
             uint32_t round = 1;  // the first waits find the stages empty
             for (int step = 0; step < steps; ++step) {
-                if (step >= Stage::kCount) {
-                    await_barrier(empty + slot, round);
-                    fetch_rows(step, slot);
-                }
+                if (step >= Stage::kCount) await_barrier(empty + slot, round);
+                if (step >= Stage::kAhead) fetch_rows(step, slot);
                 fetch_tokens(step, slot);
                 if (++slot == Stage::kCount) slot = 0, round ^= 1;
             }

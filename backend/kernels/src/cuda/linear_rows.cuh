@@ -10,7 +10,7 @@
 
 namespace cedar::cuda {
 
-constexpr int kRowsParts = 16, kRowsThreads = kRowsParts * kWarp, kRowsSlots = 3, kRowsTiles = 4, kRowsQuarters = 4, kRowsBlocks = 4;
+constexpr int kRowsParts = 16, kRowsThreads = kRowsParts * kWarp, kRowsSlots = 2, kRowsTiles = 4, kRowsQuarters = 4, kRowsBlocks = 4;
 constexpr int kRowsDepth = kRowsParts * Fp8Weight::kBlock;  // in_dim is up to kRowsBlocks of it
 
 // Rows of a tile lie behind each other, but for 64 bytes behind every second, so that rows 2 i and 2 i + 1 meet all banks.
@@ -48,8 +48,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1) rows_product(const Product p,
         publish_barriers();
     }
     __syncthreads();
-    if (part < kRowsQuarters)
-        for (int tile = 0; tile < kRowsSlots; ++tile) fetch(tile);  // the weight does not wait for x
+    if (part < kRowsQuarters) fetch(0);  // the weight does not wait for x; behind more of it x would be late
     uint32_t scales[kRowsTiles / 2][kRowsBlocks] = {};
 #pragma unroll
     for (int pair = 0; pair < kRowsTiles / 2; ++pair)
@@ -69,6 +68,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1) rows_product(const Product p,
             for (int unit = 0; unit < Rows::kUnits; ++unit)
                 if (b < length) x[n][b][unit] = *reinterpret_cast<const uint4*>(from + b * Fp8Weight::kBlock + Rows::chunk(unit, quad) * 8);
     }
+
+    if (part < kRowsQuarters)
+        for (int tile = 1; tile < kRowsSlots; ++tile) fetch(tile);
 
 #pragma unroll 1
     for (int tile = 0; tile < kRowsTiles; ++tile) {

@@ -28,6 +28,14 @@ struct Product {
     bool early;                       // may begin before the launch before has ended, which may make x
 };
 
+// So many bytes of the weight, but at least a stage, are ordered before x is awaited. Copies come in the order in which they are ordered:
+// behind a full ring the first tokens are late by 2 to 3 us, in which nothing is multiplied.
+constexpr int kBytesAhead = 16 * 1024;
+__host__ __device__ constexpr int stages_ahead(int weight_bytes, int stages) {
+    const int ahead = kBytesAhead / weight_bytes;
+    return ahead < 1 ? 1 : ahead < stages ? ahead : stages;
+}
+
 // Before x is awaited it may come to L2, where what is written meanwhile finds it: a line for each thread.
 __device__ inline void prefetch_tokens(const Product& p) {
     const int64_t block = blockIdx.x + gridDim.x * (blockIdx.y + int64_t(gridDim.y) * blockIdx.z), at = (block * blockDim.x + threadIdx.x) * 64;

@@ -34,6 +34,7 @@ struct WideStage {
     static constexpr int kOutputBytes = N * (Parts ? 256 : 128);  // of a warp group: 64 outputs of each token; before that, sums of parts
     static constexpr int kFew = 40, kMany = 232;    // registers of the ring's threads and of the others
     static constexpr int kCount = (kWideShared - 1024 - G * kOutputBytes) / kBytes;
+    static constexpr int kAhead = stages_ahead(kRows * kRowBytes, kCount);
     static constexpr size_t kShared = size_t(kCount) * kBytes + G * kOutputBytes + 1024;  // to begin at a multiple of 1024
     static_assert(N % 16 == 0 && kBytes % 1024 == 0 && kWeights % 1024 == 0 && kCount >= 3);
 };
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__((G + 1) * 128, 1)
     const int rank = int(blockIdx.x) % kWideCluster, first_unit = int(blockIdx.x) / kWideCluster, step = int(gridDim.x) / kWideCluster;
     const int depth = int(p.in_dim / kWideDepth), steps = depth / Stage::kBlocks, lane = threadIdx.x % kWarp;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / kWarp, 0);  // known to be the same in all lanes
-    const int begun = min(steps, Stage::kCount);                     // stages of the first unit whose rows are ordered at once
+    const int begun = min(steps, Stage::kAhead);                     // stages of the first unit whose rows are ordered at once
     const auto fetch_rows = [&](const WideUnits::Unit& unit, int at, int slot) {  // and announce the tokens
         announce_bytes(full + slot, Stage::kBytes);
         unsigned char* const to = stages + slot * Stage::kBytes + Stage::kWeights;
