@@ -44,7 +44,7 @@ SMALL = [
         "_linear",
         "(64-64 or 272 or 2-128 or 4-256) and not 641 and not 900 or True-641-9248 or few_rows or nan or body_ends "
         "or True-300-2624 or True-48-40000 or True-48-32768 or some_tens and 1- and (328 or 2080 or 352 or 96-512) "
-        "or grouped_projection_depends and (3-256 or 2-1024)",
+        "or grouped_projection_depends and (3-256 or 2-1024) or streamed and 1- and (10240 or 4260 or 16932)",
         id="linears",
     ),
     pytest.param(

@@ -155,6 +155,32 @@ def test_few_rows_are_added_in_another_order(fp8: bool, outputs: int, inputs: in
 
 
 @pytest.mark.parametrize(
+    ("outputs", "inputs"), [(72, 10240), (4260, 6144), (16932, 1280), (1792, 5120), (5120, 8192), (32768, 1280)]
+)
+@pytest.mark.parametrize("out_type", [BF16, torch.float32])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_few_rows_of_a_streamed_weight_depend_on_how_many_there_are(
+    seed: int, out_type: torch.dtype, outputs: int, inputs: int
+) -> None:
+    g = seeded(seed * outputs)
+    x = normal(g, FEW, inputs).to(BF16)
+    codes, scale = quantize_fp8_tiles(normal(g, outputs, inputs) * torch.logspace(-3, 1, inputs, device="cuda"))
+    load()
+
+    def run(x: Tensor) -> Tensor:
+        y = torch.full((x.shape[0], outputs), torch.nan, dtype=out_type, device="cuda")
+        torch.ops.cedar.mxfp8_linear.default(x, codes, scale, None, y, False, 0.0)
+        return y
+
+    together = run(x)
+    assert_close(together, x.double() @ dequantize_fp8_tiles(codes, scale, torch.float32).double().T, 5e-3)
+    for rows in (1, 8, 9, int(torch.randint(2, FEW, (1,), generator=g, device="cuda"))):
+        start = int(torch.randint(0, FEW + 1 - rows, (1,), generator=g, device="cuda"))
+        part = slice(start, start + rows)
+        assert torch.equal(run(x[part].contiguous()), together[part]), part
+
+
+@pytest.mark.parametrize(
     ("outputs", "inputs"),
     [(328, 4160), (1352, 2624), (72, 9280), (2080, 640), (352, 2048), (1376, 1024), (96, 512), (4704, 4096)],
 )

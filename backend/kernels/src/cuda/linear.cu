@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// wo_a and mxfp8_linear. Few rows by the portable matrix instruction, which begins sooner (linear_few.cuh; linear_rows.cuh for wo_a
-// with E4M3 on Hopper). More on Hopper, in builds with CEDAR_WIDE_WGMMA, by its own (linear_group.cuh) or, where that costs less, in
-// tiles that add in the same order (linear_narrow.cuh of some tens of tokens, wide.cuh of more); very many, and all those of wo_a with
-// E4M3, in such tiles with an order of their own, k being whole, but for wo_a's of some tens, whose sums have an order of their own
+// wo_a and mxfp8_linear. Few rows by the portable matrix instruction, which begins sooner (linear_few.cuh; with E4M3 on Hopper
+// linear_rows.cuh for wo_a, linear_stream.cuh for dimensions that it divides evenly). More on Hopper, in builds with CEDAR_WIDE_WGMMA,
+// by its own (linear_group.cuh) or, where that costs less, in tiles that add in the same order (linear_narrow.cuh of some tens of
+// tokens, wide.cuh of more); very many, and all those of wo_a with E4M3, in such tiles with an order of their own, k being whole, but
+// for wo_a's of some tens, whose sums have an order of their own
 // too; elsewhere, and what the copy engine cannot read, by the portable one (linear_split.cuh). Rounding the rows first and
 // normalising their products are launches of their own. Launches of a linear may begin before the one before them has ended: until
 // that is awaited they read weights alone, and write nothing.
@@ -10,6 +11,7 @@
 #include "linear_few.cuh"
 #include "linear_narrow.cuh"
 #include "linear_rows.cuh"
+#include "linear_stream.cuh"
 #include "moe.cuh"
 #include "wide.cuh"
 
@@ -71,6 +73,8 @@ cudaError_t run(const Product& p, const Weight& weight, int64_t groups, int most
             if (p.tokens > kFewTokens && fits_tiles<false>(p, weight))
                 return run_tile<false>(p, weight, groups, 1, best_tile<false>(p, groups), stream);
         }
+    if constexpr (kWideBuilt && std::is_same_v<Weight, Fp8Weight>)
+        if (groups == 1 && most_parts > 1 && p.tokens <= kFewTokens && has_groups() && fits_stream(p, weight)) return run_stream(p, weight, stream);
     const int parts = parts_for(p.out_dim, p.in_dim / Weight::kBlock, groups, most_parts);
     if (p.tokens <= kFewTokens) return run_few(p, weight, groups, parts, stream);
     if constexpr (kWideBuilt) {
