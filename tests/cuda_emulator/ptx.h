@@ -121,6 +121,10 @@ template <class A> void st_shared_v4_u32(uint32_t address, const A& from) {
     struct alignas(16) Four { uint32_t v[4]; };
     *place<Four>(address) = {{*from[0], *from[1], *from[2], *from[3]}};
 }
+template <class A> void st_shared_v2_u32(uint32_t address, const A& from) {
+    struct alignas(8) Two { uint32_t v[2]; };
+    *place<Two>(address) = {{*from[0], *from[1]}};
+}
 inline void st_shared_cluster_f32(uint32_t address, float x) { *place<float>(address) = x; }
 template <class T> void atom_add_acq_rel_gpu_global_u32(uint32_t& before, T* p, uint32_t x) { before = *p, *p += x; }
 template <class T> void mapa_shared_cluster_u32(uint32_t& there, uint32_t address, T rank) {

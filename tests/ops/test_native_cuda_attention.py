@@ -133,7 +133,7 @@ def test_a_block_of_many_rows_mixes_them(sizes: tuple[int, int, int], widths: tu
         assert torch.equal(x.run(), out)
 
 
-@pytest.mark.parametrize("sizes", [RELEASE, SMALL])
+@pytest.mark.parametrize("sizes", [RELEASE, SMALL, (64, 512, 100), (40, 512, 1)])
 @pytest.mark.parametrize("rows", [129, 512, 2000])
 def test_a_row_of_many_differs_from_the_formula(rows: int, sizes: tuple[int, int, int]) -> None:
     x = case(rows, sizes, (128, 512))

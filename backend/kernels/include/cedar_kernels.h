@@ -300,7 +300,7 @@ typedef struct {
     const float* cos;          /* [T, pairs] */
     const float* sin;
     const float* sink;         /* [heads] */
-    const void* window;        /* [window_rows] records */
+    const void* window;        /* [window_rows] records; on a GPU this and entries at a multiple of 16 bytes */
     const int64_t* window_index; /* [T, window_width] */
     const void* entries;       /* optional [entry_rows] records */
     const int64_t* entry_index;  /* [T, entry_width] */

@@ -82,14 +82,15 @@ struct Memory {
     uint8_t valid[kStages][kWriterWarps];  // a bit per key
     bool last[kStages];                    // the row's last tile
     uint8_t some[2][kMostTiles];           // of rows in turn: tiles with keys
+    uint32_t first[Parts == 1 ? kWriterWarps : 1][2][kWarpKeys];  // of the next row: records of a warp's keys in its first two tiles
 };
 
 // A row and 64 of its heads.
 struct Unit {
     __device__ Unit(const cedar_mega_attention_args& a, int unit) {
         const int groups = (int(a.heads) + kHeads - 1) / kHeads;
-        row = unit / groups;
-        first_head = unit % groups * kHeads;
+        row = unit, first_head = 0;
+        if (groups > 1) row = unit / groups, first_head = unit % groups * kHeads;  // a division takes long
     }
     __device__ Unit(int64_t row, int first_head) : row(row), first_head(first_head) {}
     int64_t row;
@@ -104,7 +105,23 @@ struct Tiles {
     int window, all;
 };
 
-// A unit of 8 dimensions lies in the order 0 4 1 5 2 6 3 7, which is what decoding gives without moving codes.
+// Of a group of 32 dimensions, unit i of four holds i and i + 4, 8 + i and 12 + i, 16 + i and 20 + i, 24 + i and 28 + i: what decoding
+// gives without moving codes. Where they are columns of a result, a lane has 8 of the 32 in a row. In a half of the dimensions, first
+// units of all groups come first, then second units, and so on.
+template <int D>
+constexpr int kUnitStep = D / 64;  // groups of a half
+
+// Where the first unit of a group of a row lies.
+template <int D>
+__device__ inline uint32_t group_place(int row, int group) {
+    return uint32_t(group / kUnitStep<D> * (D / 2 / kChunkDims) * kChunkBytes) + unit_at(row, group % kUnitStep<D>);
+}
+
+// So many units on.
+template <int D>
+__device__ inline uint32_t unit_behind(uint32_t place, int unit) {
+    return (place ^ uint32_t(unit * kUnitStep<D> % 8) << 4) + uint32_t(unit * kUnitStep<D> / 8 * kChunkBytes);
+}
 
 // Where the record of a column of a row's tile is named, nullptr: nowhere.
 __device__ inline const int64_t* place_of_index(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {

@@ -308,10 +308,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
         return mine;
     };
     const auto decode_keys = [&](const Pieces& keys, const PartTiles& mine) {
-        const PiecePlaces places = PiecePlaces::in<kKeyChunk>(warp, lane);
+        const KeyPlace place(warp, lane);
 #pragma unroll
         for (int t = 0; t < kFewTiles; ++t)
-            if (t < mine.count) keys.store(t, mine, shared_address(memory.keys) + t * 16 * kRowBytes, places);
+            if (t < mine.count) keys.store(t, mine, shared_address(memory.keys) + t * 16 * kRowBytes, place);
         publish_tiles();
         meet<kThreads>(kBlockBarrier);
         await_cluster();  // all blocks have started
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
         const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
         QueryHalf query;
         const PartTiles mine = gather(keys, [&] { query.load(a, at, group, thread); });
-        query.finish(thread, memory.turns + 4);
+        query.finish(memory.turns + 4);
         decode_keys(keys, mine);
         multiply_part(a, at, sinks, query, mine, part, slice, memory);
         return;
@@ -343,13 +343,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend_few(const cedar_mega_atten
     for (int half = 0; half < kValueKeys; ++half)
         values[half].load(a, mine, value_key(half), slice * kValuePieces + value_piece(), memory);
     decode_keys(keys, mine);
-    const PiecePlaces value_places = PiecePlaces::in<kChunkBytes>(value_key(0), value_piece());
+    const ValuePlace value_place(value_key(0), value_piece());
 #pragma unroll
     for (int t = 0; t < kFewTiles; ++t) {
         if (t >= mine.count) break;
 #pragma unroll
         for (int half = 0; half < kValueKeys; ++half)
-            values[half].store(t, mine, shared_address(memory.values[t]) + half * (kTileRows / kValueKeys) * kRowBytes, value_places);
+            values[half].store(t, mine, shared_address(memory.values[t]) + half * (kTileRows / kValueKeys) * kRowBytes, value_place);
     }
     publish_tiles();
     __syncwarp();

@@ -156,16 +156,18 @@ struct QueryHalf {
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
                 const uint4 v = *reinterpret_cast<const uint4*>(from + min(half * 8, heads) * kFewDim + piece * 32);
-                steps[2 * piece][half] = v.x, steps[2 * piece][half + 2] = v.y;
-                steps[2 * piece + 1][half] = v.z, steps[2 * piece + 1][half + 2] = v.w;
+                const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) word(piece, k, half) = words[k];
             }
     }
+    // Of a group: a lane's word of a unit.
+    __device__ uint32_t& word(int group, int unit, int half) { return steps[unit * kPieces / 2 + group / 2][half + group % 2 * 2]; }
 
     // Rotated, and in the order of the keys' dimensions. turns: of the row.
-    __device__ void finish(int thread, const float2* turns) {
+    __device__ void finish(const float2* turns) {
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
-            uint32_t(&low)[4] = steps[2 * piece], (&high)[4] = steps[2 * piece + 1];
             const int here = left + piece * 32;
             if (here > -8) {
 #pragma unroll
@@ -173,18 +175,16 @@ struct QueryHalf {
                     const float2 by = turns[here / 2 + k];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        uint32_t& pair = (k < 2 ? low : high)[half + k % 2 * 2];
+                        uint32_t& pair = word(piece, k, half);
                         pair = here + 2 * k < 0 ? pair : turn_pair(pair, by.x, by.y);
                     }
                 }
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const uint32_t v[4] = {low[half], low[half + 2], high[half], high[half + 2]};
-                uint32_t w[4] = {__byte_perm(v[0], v[2], 0x5410), __byte_perm(v[0], v[2], 0x7632), __byte_perm(v[1], v[3], 0x5410),
-                                 __byte_perm(v[1], v[3], 0x7632)};
-                transpose_quad(w, thread % 4);
-                low[half] = w[0], low[half + 2] = w[1], high[half] = w[2], high[half + 2] = w[3];
+                const uint32_t v[4] = {word(piece, 0, half), word(piece, 1, half), word(piece, 2, half), word(piece, 3, half)};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) word(piece, k, half) = __byte_perm(v[k / 2], v[k / 2 + 2], k % 2 == 0 ? 0x5410 : 0x7632);
             }
         }
     }
@@ -217,24 +217,45 @@ struct Guess {
     }
 };
 
-// Where the two units of a piece lie in a row of chunks of `Chunk` bytes; swapped: the second one is stored first, see Decoder::place.
-struct PiecePlaces {
-    template <int Chunk>
-    __device__ static PiecePlaces in(int row, int piece) {
-        const bool swapped = piece / 4 & 1;
-        const uint32_t first = uint32_t(piece / 4 * Chunk) + unit_at(row, piece % 4 * 2 + swapped);
-        return {first, first ^ 16, swapped};
+// 16 dimensions of a key: two words of each of four units.
+template <int64_t Record>
+struct Piece {
+    using Form = Decoder<kFewDim, Record>;
+    static constexpr int kWords = Form::kWords / 2;
+    uint32_t words[kWords];
+    uint32_t scale;
+
+    __device__ void load(const void* pool, uint32_t index, int piece) {
+        const uint8_t* record = static_cast<const uint8_t*>(pool) + uint64_t(index) * Form::kBytes;
+        Form::load_words(words, record + piece * kWords * 4);
+        scale = record[Form::kValues + (Form::kFp8 ? piece / 2 : piece)];
     }
-    uint32_t first, second;
-    bool swapped;
 };
 
-// 16 dimensions of a key in each of the part's tiles.
+// Where a piece's words of its group's units lie. Of keys, the units are a chunk apart, as in other tiles. Of values they are side by
+// side, and neighbouring chunks get them in different orders. So 16 lanes hit all banks.
+struct KeyPlace {
+    __device__ KeyPlace(int row, int piece)
+        : first(uint32_t(piece / 16 * 4 * kKeyChunk) + unit_at(row, piece / 2 % 8) + piece % 2 * 8) {}
+    __device__ static int unit(int i) { return i; }
+    __device__ uint32_t place(int unit) const { return first + unit * kKeyChunk; }
+    uint32_t first;
+};
+struct ValuePlace {
+    __device__ ValuePlace(int row, int piece)
+        : first(uint32_t(piece / 4 * kChunkBytes) + unit_at(row, piece / 2 % 2 * 4) + piece % 2 * 8), turn(piece / 4 % 2 * 2) {}
+    __device__ int unit(int i) const { return i ^ turn; }
+    __device__ uint32_t place(int unit) const { return first ^ unit << 4; }
+    uint32_t first;
+    int turn;
+};
+
+// A piece of a key in each of the part's tiles.
 struct Pieces {
-    using Window = Decoder<kFewDim, CEDAR_RECORD_FP8>;
-    using Entry = Decoder<kFewDim, CEDAR_RECORD_NVFP4>;
-    Window::Raw first;  // of either form
-    Entry::Raw others[kFewTiles - 1];
+    using Window = Piece<CEDAR_RECORD_FP8>;
+    using Entry = Piece<CEDAR_RECORD_NVFP4>;
+    Window first;  // of either form
+    Entry others[kFewTiles - 1];
     uint32_t present;
 
     // A key of each of so many tiles, the first of which may be of window records.
@@ -245,10 +266,11 @@ struct Pieces {
             if (t >= count) break;
             present |= uint32_t(index[t] != 0) << t;
             if (t == 0 && window) {
-                first = Window::load(static_cast<const uint8_t*>(a.window), index[t], piece);
+                first.load(a.window, index[t], piece);
                 continue;
             }
-            const Entry::Raw raw = Entry::load(static_cast<const uint8_t*>(a.entries), index[t], piece);
+            Entry raw;
+            raw.load(a.entries, index[t], piece);
             if (t == 0)
                 first.words[0] = raw.words[0], first.words[1] = raw.words[1], first.scale = raw.scale;
             else
@@ -265,23 +287,28 @@ struct Pieces {
     }
 
     // Tile t's to its places in a tile in shared memory.
-    __device__ void store(int t, const PartTiles& tiles, uint32_t to, const PiecePlaces& places) const {
+    template <class Place>
+    __device__ void store(int t, const PartTiles& tiles, uint32_t to, const Place& place) const {
         const bool is_key = present >> t & 1;
         if (t == 0 && tiles.window)
-            put<Window>(first, is_key, to, places);
+            put(first, is_key, to, place);
         else
-            put<Entry>(t == 0 ? Entry::Raw{{first.words[0], first.words[1]}, first.scale} : others[t == 0 ? 0 : t - 1], is_key, to, places);
+            put(t == 0 ? Entry{{first.words[0], first.words[1]}, first.scale} : others[t == 0 ? 0 : t - 1], is_key, to, place);
     }
 
     // As Decoder::store does.
-    template <class Form>
-    __device__ static void put(const typename Form::Raw& raw, bool is_key, uint32_t to, const PiecePlaces& places) {
+    template <int64_t Record, class Place>
+    __device__ static void put(const Piece<Record>& raw, bool is_key, uint32_t to, const Place& place) {
+        using Form = Decoder<kFewDim, Record>;
         const __nv_bfloat162 by = Form::factor(is_key ? raw.scale : 0);
-        typename Form::Raw turned = raw;
 #pragma unroll
-        for (int i = 0; i < Form::kWords; ++i) turned.words[i] = places.swapped ? raw.words[i ^ Form::kWords / 2] : raw.words[i];
-        store_unit(to + places.first, Form::unit(turned, 0, by));
-        store_unit(to + places.second, Form::unit(turned, 1, by));
+        for (int i = 0; i < 4; ++i) {
+            const int unit = place.unit(i);
+            uint32_t v[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) v[k] = Form::scaled(Form::any_pair(raw.words + k * Form::kWords / 4, unit), by);
+            asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + place.place(unit)), "r"(v[0]), "r"(v[1]) : "memory");
+        }
     }
 };
 

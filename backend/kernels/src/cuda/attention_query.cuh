@@ -22,6 +22,13 @@ __device__ inline uint32_t turn_pair(uint32_t pair, float c, float s) {
     return *reinterpret_cast<const uint32_t*>(&y);
 }
 
+// The same if the pair is rotated; chosen behind, as branches would come one after another.
+__device__ inline uint32_t turn_pair_if(bool rotated, uint32_t pair, float c, float s) {
+    uint32_t y = turn_pair(pair, c, s);
+    asm volatile("" : "+r"(y));
+    return rotated ? y : pair;
+}
+
 // What a row's outputs need, on its way. The readers, who have it when they meet after their copies have come.
 template <int D>
 __device__ void stage_row(const cedar_mega_attention_args& a, const Unit& at, RowValues<D>& values) {
@@ -36,92 +43,94 @@ __device__ void stage_row(const cedar_mega_attention_args& a, const Unit& at, Ro
         values.sinks[thread] = 0.0f;
 }
 
-// The query on its way to its tile, and there as the products need it: rotated, and units in their order. The readers. A thread has
-// the same unit of all chunks, of every so many heads: all lanes have of what is rotated, which is seldom more than a chunk.
+// The query on its way to its tile, and there as the products need it: rotated, and in their order. The readers. A warp has 8 heads.
 template <int D>
 struct Query {
-    static constexpr int kUnits = kChunkDims / 8, kChunks = D / kChunkDims, kHeadStep = kReaderThreads / kUnits, kEach = kHeads / kHeadStep;
-    static_assert(kHeadStep % 8 == 0, "a thread's units lie alike");
+    static constexpr int kGroups = D / 32, kWarpHeads = kHeads / (kReaderThreads / kWarp);
+    static_assert(kWarpHeads == 8, "a warp's heads have all places of a unit");
 
     template <class Shared>
     __device__ explicit Query(Shared& memory)
-        : unit(thread_now() % kUnits), head(thread_now() / kUnits), tile(shared_address(memory.query) + unit_at(head, unit)) {}
+        : lane(thread_now() % kWarp), first(thread_now() / kWarp * kWarpHeads), tile(shared_address(memory.query) + first * kRowBytes) {}
 
     // With what its row's outputs need. Nobody reads the tile or the values meanwhile.
     __device__ void fetch(const cedar_mega_attention_args& a, const Unit& at, RowValues<D>& values) const {
-        const Bf16* query = static_cast<const Bf16*>(a.query) + (at.row * a.heads + at.first_head + head) * D + unit * 8;
-        const int heads = int(a.heads) - at.first_head - head;
+        const int heads = int(a.heads) - at.first_head - first;
+        const Bf16* query = static_cast<const Bf16*>(a.query) + (at.row * a.heads + at.first_head + first) * D;
+        const uint32_t to = tile + unit_at(lane / 8, lane % 8);
+        query += lane / 8 * D + lane % 8 * 8;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (i * kHeadStep < heads) {
+        for (int i = 0; i < kWarpHeads; i += 4)
 #pragma unroll
-                for (int chunk = 0; chunk < kChunks; ++chunk)
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                                 ::"r"(place(chunk, i)), "l"(query + i * kHeadStep * D + chunk * kChunkDims) : "memory");
-            } else {
-#pragma unroll
-                for (int chunk = 0; chunk < kChunks; ++chunk) store_unit(place(chunk, i), make_uint4(0, 0, 0, 0));
+            for (int chunk = 0; chunk < D / kChunkDims; ++chunk) {
+                const int bytes = lane / 8 + i < heads ? 16 : 0;  // of the others 0
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                             ::"r"(heads_on(to, i) + chunk * kChunkBytes), "l"(query + i * D + chunk * kChunkDims), "r"(bytes) : "memory");
             }
-        }
         stage_row(a, at, values);
         close_copies();
     }
 
-    // What this thread fetched.
-    __device__ void finish(const cedar_mega_attention_args& a, int64_t row) const {
-        const int plain = D - 2 * int(a.pairs), first = plain / kChunkDims;  // dimensions that are not rotated, whole chunks of them
-        float2 turns[4];
-        const auto load_turns = [&](int chunk) {  // without a branch, at whose end each would be waited for; what is not turned has any
+    // What all readers have fetched.
+    __device__ void finish(int pairs, const RowValues<D>& values) const {
+        turn_units(pairs, values);
+        __syncwarp();
+        // Eight lanes have two groups, side by side, of four heads; all groups of a half are read before their units are written.
+        constexpr int kPairs = kGroups / 2 < 4 ? kGroups / 2 : 4;
+        const int head = lane / 2 % 4 + lane / 8 / kPairs * 4, group = lane / 8 % kPairs * 2 + lane % 2;
+        const uint32_t from = tile + uint32_t(group / 2 * kChunkBytes) + unit_at(head, group % 2 * 4), to = tile + group_place<D>(head, group);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int64_t at = row * a.pairs + max((chunk * kChunkDims + unit * 8 - plain) / 2 + k, 0);
-                turns[k] = make_float2(__ldcg(a.cos + at), __ldcg(a.sin + at));
+        for (int i = 0; i < kWarpHeads; i += 16 / kPairs)
+#pragma unroll
+            for (int half = 0; half < kGroups / 2 / kPairs; ++half) {
+                const uint32_t on = half * (D / 2 / kChunkDims * kChunkBytes);
+                uint32_t units[4][4];
+#pragma unroll
+                for (int unit = 0; unit < 4; ++unit) load(units[unit], (heads_on(from, i) ^ unit << 4) + on);
+                __syncwarp();
+#pragma unroll
+                for (int unit = 0; unit < 4; ++unit) {
+                    uint32_t v[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        v[j] = __byte_perm(units[j][unit / 2], units[j][unit / 2 + 2], unit % 2 == 0 ? 0x5410 : 0x7632);
+                    store_unit(unit_behind<D>(heads_on(to, i), unit) + on, make_uint4(v[0], v[1], v[2], v[3]));
+                }
             }
-        };
-        if (first < kChunks) load_turns(first);
-        await_copies<0>();
-        constexpr int kAtOnce = kChunks < 4 ? kChunks : 4;
-#pragma unroll
-        for (int from = 0; from < kChunks; from += kAtOnce) {
-            uint32_t units[kAtOnce][kEach][4];
-#pragma unroll
-            for (int c = 0; c < kAtOnce; ++c)
-#pragma unroll
-                for (int i = 0; i < kEach; ++i) load(units[c][i], from + c, i);
-#pragma unroll
-            for (int c = 0; c < kAtOnce; ++c)
-#pragma unroll
-                for (int i = 0; i < kEach; ++i)
-                    if (from + c < first) store_ordered(units[c][i], from + c, i);
-        }
-#pragma unroll 1
-        for (int chunk = first; chunk < kChunks; ++chunk) {
-            const int left = chunk * kChunkDims + unit * 8 - plain;  // from the first rotary dimension to the unit
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-                uint32_t w[4];
-                load(w, chunk, i);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) w[k] = left + 2 * k < 0 ? w[k] : turn_pair(w[k], turns[k].x, turns[k].y);
-                store_ordered(w, chunk, i);
-            }
-            if (chunk + 1 < kChunks) load_turns(chunk + 1);
-        }
         publish_tiles();
     }
 
-    __device__ void load(uint32_t (&w)[4], int chunk, int i) const {
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(place(chunk, i)) : "memory");
+    // Rotates: 64 dimensions of four heads at a time, 8 a lane.
+    __device__ void turn_units(int pairs, const RowValues<D>& values) const {
+        const int plain = D - 2 * pairs;  // dimensions that are not rotated
+#pragma unroll 1
+        for (int dim = plain / 64 * 64; dim < D; dim += 64) {
+            const int here = dim + lane % 8 * 8, left = here - plain;  // from the first rotary dimension to the lane's
+            if (left <= -8) continue;
+            float2 turns[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) turns[k] = values.turns[4 + left / 2 + k];
+#pragma unroll
+            for (int i = 0; i < kWarpHeads; i += 4) {
+                const uint32_t at = heads_on(tile + dim / 64 * kChunkBytes + unit_at(lane / 8, lane % 8), i);
+                uint32_t w[4];
+                load(w, at);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) w[k] = turn_pair_if(left + 2 * k >= 0, w[k], turns[k].x, turns[k].y);
+                store_unit(at, make_uint4(w[0], w[1], w[2], w[3]));
+            }
+        }
     }
-    __device__ void store_ordered(const uint32_t (&w)[4], int chunk, int i) const {
-        store_unit(place(chunk, i), make_uint4(__byte_perm(w[0], w[2], 0x5410), __byte_perm(w[0], w[2], 0x7632),
-                                               __byte_perm(w[1], w[3], 0x5410), __byte_perm(w[1], w[3], 0x7632)));
-    }
-    __device__ uint32_t place(int chunk, int i) const { return tile + uint32_t(chunk * kChunkBytes + i * kHeadStep * kRowBytes); }
 
-    int unit, head;
-    uint32_t tile;
+    __device__ static void load(uint32_t (&w)[4], uint32_t from) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(from) : "memory");
+    }
+
+    // The same place so many heads on, none of which are added to bits of those passed.
+    __device__ static uint32_t heads_on(uint32_t place, int heads) { return (place ^ uint32_t(heads % 8) << 4) + heads * kRowBytes; }
+
+    int lane, first;  // first: head of the warp
+    uint32_t tile;    // from that head on
 };
 
 }  // namespace cedar::cuda::attention

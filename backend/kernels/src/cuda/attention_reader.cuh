@@ -12,61 +12,58 @@ namespace cedar::cuda::attention {
 
 namespace cg = cooperative_groups;
 
-// Of a quad's lanes, lane q's word i becomes lane i's word q.
-__device__ inline void transpose_quad(uint32_t (&w)[4], int quad) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-        const bool upper = quad & step;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & step) continue;
-            const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? w[i] : w[i + step], step);
-            w[i] = upper ? got : w[i];
-            w[i + step] = upper ? w[i + step] : got;
-        }
-    }
-}
-
-// Where a thread's outputs go. After a quad's exchange a lane has the dimensions first + 8 quad .. of every 32, of two heads.
+// Where a thread's outputs go. A lane has the dimensions first + 8 quad .. of every 32, of two heads.
 template <int D>
 struct Outputs {
     template <class Shared>
     __device__ Outputs(const cedar_mega_attention_args& a, const Unit& at, int first, int thread, const Shared& memory) {
         const int lane = thread % kWarp, head = at.first_head + thread / kWarp * 16 + lane / 4, dim = first + lane % 4 * 8;
-        quad = lane % 4;
         left = dim - (D - 2 * int(a.pairs));
         turns = memory.turns + 4 + left / 2;
         out = static_cast<Bf16*>(a.out) + (at.row * a.heads + head) * D + dim;
         heads = int(a.heads) - head;
     }
 
-    // Four blocks of 8 columns, `to` dimensions behind the first. The columns of lane q are dimensions q and q + 4 of each 8.
+    // A group's four blocks of 8 columns, `to` dimensions behind the first. The columns of a lane in block i are its dimensions i and i + 4.
+    template <bool Turned = true>
     __device__ void put(const float (&c)[4][4], int to) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            uint32_t w[4];
+            uint32_t v[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const __nv_bfloat162 both = __floats2bfloat162_rn(c[j][2 * half], c[j][2 * half + 1]);
-                w[j] = *reinterpret_cast<const uint32_t*>(&both);
+            for (int i = 0; i < 4; ++i) {
+                const float two[2] = {c[i % 2 * 2][2 * half + i / 2], c[i % 2 * 2 + 1][2 * half + i / 2]};
+                v[i] = bf16_pair(two);
             }
-            transpose_quad(w, quad);
-            uint32_t v[4] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[0], w[1], 0x7632),
-                             __byte_perm(w[2], w[3], 0x7632)};
-            if (left + to > -8) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 by = turns[to / 2 + i];
-                    v[i] = left + to + 2 * i < 0 ? v[i] : turn_pair(v[i], by.x, -by.y);
-                }
-            }
-            if (heads > half * 8) *reinterpret_cast<uint4*>(out + half * 8 * D + to) = make_uint4(v[0], v[1], v[2], v[3]);
+            if constexpr (Turned) turn(v, to);
+            if (heads > half * 8) *place(half, to) = make_uint4(v[0], v[1], v[2], v[3]);
         }
     }
 
+    // The same dimensions rotated that have been put.
+    __device__ void turn_put(int to) const {
+        for (int half = 0; half < 2; ++half) {
+            if (heads <= half * 8) break;
+            const uint4 from = *place(half, to);
+            uint32_t v[4] = {from.x, from.y, from.z, from.w};
+            turn(v, to);
+            *place(half, to) = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+    }
+
+    __device__ void turn(uint32_t (&v)[4], int to) const {
+        if (left + to <= -8) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 by = turns[to / 2 + i];
+            v[i] = turn_pair_if(left + to + 2 * i >= 0, v[i], by.x, -by.y);
+        }
+    }
+    __device__ uint4* place(int half, int to) const { return reinterpret_cast<uint4*>(out + half * 8 * D + to); }
+
     Bf16* out;
     const float2* turns;
-    int left, heads, quad;
+    int left, heads;
 };
 
 // The sink of head g + 8 half of a warp, and what makes it one in units of the exponent.
@@ -112,12 +109,21 @@ __device__ void finish_alone(const cedar_mega_attention_args& a, const Unit& at,
     float weights[1][2];
     weigh_parts<1>(values, thread, reference, sum, weights);
     const Outputs<D> outputs(a, at, group * (D / 2), thread, values);
-#pragma unroll
-    for (int j = 0; j < D / 16; j += 4) {
+    // Code for each group that might be rotated would be more than is at hand: what is seldom rotated is read again.
+    constexpr int kGroups = kUnitStep<D>, kTurned = kGroups - 2;
+    const auto put = [&](int group, auto turned) {
         float c[4][4];
 #pragma unroll
-        for (int k = 0; k < 16; ++k) c[k / 4][k % 4] = sums[j + k / 4][k % 4] * weights[0][k % 4 / 2];
-        outputs.put(c, j * 8);
+        for (int k = 0; k < 16; ++k) c[k / 4][k % 4] = sums[k / 4 * kGroups + group][k % 4] * weights[0][k % 4 / 2];
+        outputs.template put<decltype(turned)::value>(c, group * 32);
+    };
+#pragma unroll
+    for (int i = 0; i < kTurned; ++i) put(i, std::false_type());
+#pragma unroll
+    for (int i = kTurned; i < kGroups; ++i) put(i, std::true_type());
+    if (2 * a.pairs > 64) {
+#pragma unroll 1
+        for (int i = 0; i < kTurned; ++i) outputs.turn_put(i * 32);
     }
 }
 
@@ -126,7 +132,7 @@ template <int D, int Parts>
 __device__ void finish_together(const cedar_mega_attention_args& a, const Unit& at, unsigned rank, int group, int thread,
                                 const Softmax& softmax, const float (&sums)[D / 16][4], Memory<D, Parts>& memory) {
     constexpr int kColumns = D / 16, kSlice = D / 8 / Parts;  // blocks of 8 columns, of a warpgroup and of a part
-    static_assert(kSlice % 4 == 0 && kColumns % kSlice == 0);
+    static_assert(kSlice == kColumns, "a group's half");
     const cg::cluster_group cluster = cg::this_cluster();
     float4 *inbox = reinterpret_cast<float4*>(memory.keys), *notes = &memory.exchange[0][0][0];
     meet_cluster();  // nobody needs its tiles any more
@@ -152,17 +158,17 @@ __device__ void finish_together(const cedar_mega_attention_args& a, const Unit& 
     weigh_parts<Parts>(memory.values[0], thread, reference, sum, weights);
     const Outputs<D> outputs(a, at, int(rank) * kSlice * 8, thread, memory.values[0]);
 #pragma unroll 1
-    for (int j = group * 4; j < kSlice; j += 4 * kReaders) {
+    for (int i = group; i < kUnitStep<D>; i += kReaders) {
         float c[4][4] = {};
 #pragma unroll
         for (int part = 0; part < Parts; ++part)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float4 v = inbox[(part * kSlice + j + k) * kGroupThreads + thread];
+                const float4 v = inbox[(part * kSlice + k * kUnitStep<D> + i) * kGroupThreads + thread];
                 c[k][0] += v.x * weights[part][0], c[k][1] += v.y * weights[part][0];
                 c[k][2] += v.z * weights[part][1], c[k][3] += v.w * weights[part][1];
             }
-        outputs.put(c, j * 8);
+        outputs.put(c, i * 32);
     }
 }
 
@@ -180,7 +186,11 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
         if (lane == 0) arrive(&memory.empty[n % kStages]);
     };
     const auto fetch_row = [&](int unit, int parity) { Query<D>(memory).fetch(a, Unit(a, unit), memory.values[parity]); };
-    const auto prepare_row = [&](int unit) { Query<D>(memory).finish(a, Unit(a, unit).row); };
+    const auto prepare_row = [&](int parity) {
+        await_copies<0>();
+        meet<kReaderThreads>(kReaderBarrier);
+        Query<D>(memory).finish(int(a.pairs), memory.values[parity]);
+    };
     float scores[8][4], sums[kColumns][4];
     uint32_t p[kTileSteps][4];
     int n = 0;  // tiles of the block so far
@@ -211,7 +221,7 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
         close_products();
     };
     fetch_row(first, 0);
-    prepare_row(first);
+    prepare_row(0);
     meet<kReaderThreads>(kReaderBarrier);
     await_tile(0);
     score_tile(0, std::false_type());
@@ -263,7 +273,7 @@ __device__ void read_rows(const cedar_mega_attention_args& a, unsigned rank, int
         }
         weigh();
         mix();
-        if (more) prepare_row(next);
+        if (more) prepare_row(parity ^ 1);
         await_products();
         settle(sums);
         release_tile(n);

@@ -7,13 +7,15 @@
 
 namespace cedar::cuda::attention {
 
-// A lane has 16 dimensions of a key, so a warp has 512 / D keys at a time.
+// A lane has a group of 32 dimensions of a key, of which four units are made. Eight lanes have groups of one key, side by side in its
+// record, and units of different banks. A step is what a warp writes at once: so many keys, of them all groups or half of those.
 template <int D, int64_t Record>
 struct Decoder {
     static constexpr bool kFp8 = Record == CEDAR_RECORD_FP8;
-    static constexpr int kLanes = D / 16, kKeys = kWarp / kLanes, kWords = kFp8 ? 4 : 2, kValues = kFp8 ? D : D / 2;
-    static constexpr int kBytes = kFp8 ? D + D / kMxGroup : D / 2 + D / kNvfp4Group;
-    static constexpr int kSteps = kWarpKeys / kKeys;  // of a warp's keys
+    static constexpr int kGroups = D / 32, kAbreast = kGroups < 8 ? kGroups : 8, kGroupSteps = kGroups / kAbreast;
+    static constexpr int kKeys = kWarp / kAbreast, kSteps = kWarpKeys / kKeys * kGroupSteps;
+    static constexpr int kWords = kFp8 ? 8 : 4, kValues = kFp8 ? D : D / 2, kBytes = kValues + (kFp8 ? D / kMxGroup : D / kNvfp4Group);
+    static constexpr int kScaleBytes = kFp8 ? 1 : 2;  // of a group
     struct Raw {
         uint32_t words[kWords];
         uint32_t scale;
@@ -21,7 +23,8 @@ struct Decoder {
 
     // Where a lane's codes and scale lie in the first record of a pool.
     struct Source {
-        __device__ Source(const uint8_t* pool, int lane) : codes(pool + lane * kWords * 4), scale(pool + kValues + (kFp8 ? lane / 2 : lane)) {}
+        __device__ Source(const uint8_t* pool, int lane)
+            : codes(pool + lane % kAbreast * kWords * 4), scale(pool + kValues + lane % kAbreast * kScaleBytes) {}
         const uint8_t *codes, *scale;
 
         // Whole addresses in registers, to which an instruction adds a record's offset.
@@ -33,78 +36,105 @@ struct Decoder {
         }
     };
 
-    __device__ static Raw load(const uint8_t* pool, uint32_t index, int lane) { return load(Source(pool, lane), index); }
-
-    __device__ static Raw load(const Source& source, uint32_t index) {
+    // The lane's group in step `behind` of a key's.
+    __device__ static Raw load(const Source& source, uint32_t index, int behind) {
         Raw raw;
         const uint64_t offset = uint64_t(index) * kBytes;
-        const auto* codes = reinterpret_cast<const uint32_t*>(source.codes + offset);
-        if constexpr (D == 512 && kFp8) {
-            const uint4 v = *reinterpret_cast<const uint4*>(codes);
-            raw.words[0] = v.x, raw.words[1] = v.y, raw.words[2] = v.z, raw.words[3] = v.w;
-        } else if constexpr (!kFp8) {
-            const uint2 v = *reinterpret_cast<const uint2*>(codes);
-            raw.words[0] = v.x, raw.words[1] = v.y;
-        } else {
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) raw.words[i] = codes[i];
-        }
-        raw.scale = source.scale[offset];
+        load_words(raw.words, source.codes + offset + behind * kAbreast * kWords * 4);
+        const uint8_t* scale = source.scale + offset + behind * kAbreast * kScaleBytes;
+        if constexpr (kFp8)
+            raw.scale = *scale;
+        else
+            raw.scale = *reinterpret_cast<const uint16_t*>(scale);
         return raw;
     }
 
-    // Makes up for what the codes' bits as bf16 lack (2^120 and 2^126), and divides by 256. Multiplied: shifted, and in both halves.
-    __device__ static __nv_bfloat162 factor(uint32_t scale) {
-        const uint32_t magnitude = scale & 0x7f;
-        const uint32_t bits = kFp8 ? (scale == 255 ? 0x7fc07fc0u : min(scale + 112, 255u) * 0x00800080u)
-                                   : (magnitude == 0x7f ? 0x7fcu : magnitude) * 0x00100010u;
-        const __nv_bfloat162 both = *reinterpret_cast<const __nv_bfloat162*>(&bits);
-        if constexpr (kFp8) return both;
-        return __hmul2(__hmul2(both, __float2bfloat162_rn(0x1p120f)), __float2bfloat162_rn(0x1p118f));
-    }
-
-    __device__ static uint32_t scaled(uint32_t bits, __nv_bfloat162 by) {
-        const __nv_bfloat162 value = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), by);
-        return *reinterpret_cast<const uint32_t*>(&value);
-    }
-
-    // Unit `unit` of the lane's two.
-    __device__ static uint4 unit(const Raw& raw, int unit, __nv_bfloat162 by) {
-        if constexpr (kFp8) {
-            const uint32_t low = raw.words[2 * unit], high = raw.words[2 * unit + 1];
-            const uint32_t a = __byte_perm(low, high, 0x5410), b = __byte_perm(low, high, 0x7632);  // codes 0 1 4 5 and 2 3 6 7
-            return make_uint4(scaled(even_bytes(a), by), scaled(odd_bytes(a), by), scaled(even_bytes(b), by), scaled(odd_bytes(b), by));
-        } else {
-            // A product moves a code of each half to where its sign belongs and to where the rest does: no bit is in both, none is carried.
-            const uint32_t low = raw.words[unit], high = low >> 8;
-            const auto value = [&](uint32_t codes, uint32_t places) { return scaled(codes * places & 0x81c081c0u, by); };
-            return make_uint4(value(low & 0x000f000fu, 0x1040), value(low & 0x00f000f0u, 0x104), value(high & 0x000f000fu, 0x1040),
-                              value(high & 0x00f000f0u, 0x104));
+    template <int N>
+    __device__ static void load_words(uint32_t (&words)[N], const uint8_t* from) {
+        constexpr int kAligned = kBytes % 16 == 0 ? 4 : kBytes % 8 == 0 ? 2 : 1, kAtOnce = N < kAligned ? N : kAligned;  // words
+#pragma unroll
+        for (int i = 0; i < N; i += kAtOnce) {
+            if constexpr (kAtOnce == 4) {
+                const uint4 v = *reinterpret_cast<const uint4*>(from + i * 4);
+                words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+            } else if constexpr (kAtOnce == 2) {
+                const uint2 v = *reinterpret_cast<const uint2*>(from + i * 4);
+                words[i] = v.x, words[i + 1] = v.y;
+            } else {
+                words[i] = *reinterpret_cast<const uint32_t*>(from + i * 4);
+            }
         }
     }
 
-    // E4M3 codes in bytes 0 and 2, or 1 and 3, as bf16 with their bits.
-    __device__ static uint32_t even_bytes(uint32_t x) { return (x << 4 & 0x07f007f0u) | (x << 8 & 0x80008000u); }
-    __device__ static uint32_t odd_bytes(uint32_t x) { return (x >> 4 & 0x07f007f0u) | (x & 0x80008000u); }
-
-    // Where a lane's first unit of the warp's first keys lies in a tile. Neighbouring quads of lanes write their two units in
-    // different orders, so that eight lanes hit all banks.
-    __device__ static uint32_t place(int warp, int lane) {
-        const int part = lane % kLanes;
-        return uint32_t(part / 4 * kChunkBytes + warp * kWarpKeys * kRowBytes) + unit_at(lane / kLanes, part % 4 * 2 + (part / 4 & 1));
+    // What makes up for what the codes' bits as bf16 lack (2^120 and 2^126), and divides by 256. FP8: of a scale, in both halves.
+    __device__ static __nv_bfloat162 factor(uint32_t scale) {
+        if constexpr (kFp8) return as_pair(scale == 255 ? 0x7fc07fc0u : min(scale + 112, 255u) * 0x00800080u);
+        return factors(scale * 0x00010001u);
+    }
+    // NVFP4: of a scale in each half. Its NaN, all bits of a magnitude, grows to one of bf16.
+    __device__ static __nv_bfloat162 factors(uint32_t scales) {
+        const uint32_t bits = scales << 4 & 0x07f007f0u, nan = bits + 0x00100010u & 0x08000800u;
+        return __hmul2(__hmul2(as_pair(bits + nan * 15), __float2bfloat162_rn(0x1p120f)), __float2bfloat162_rn(0x1p118f));
     }
 
-    // Step `step` of the warp's keys. The null row, which is loaded like others, must be finite: so are all codes with scale 0.
-    __device__ static void store(const Raw& raw, bool present, uint32_t tile, uint32_t place, int step, int lane) {
-        const __nv_bfloat162 by = factor(present ? raw.scale : 0);
-        const bool swapped = lane / 4 & 1;
-        Raw turned = raw;
+    __device__ static __nv_bfloat162 as_pair(uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); }
+    __device__ static uint32_t scaled(uint32_t bits, __nv_bfloat162 by) {
+        const __nv_bfloat162 value = __hmul2(as_pair(bits), by);
+        return *reinterpret_cast<const uint32_t*>(&value);
+    }
+
+    // Codes `which` and `which` + 4 of 8 as bf16 with their bits, which a word each holds, or two.
+    __device__ static uint32_t pair(const uint32_t* words, int which) {
+        if constexpr (kFp8) {
+            const uint32_t x = __byte_perm(words[0], words[1], which / 2 == 0 ? 0x5410 : 0x7632);
+            return which % 2 == 0 ? (x << 4 & 0x07f007f0u) | (x << 8 & 0x80008000u) : (x >> 4 & 0x07f007f0u) | (x & 0x80008000u);
+        } else {
+            // A product moves a code of each half to where its sign belongs and to where the rest does: no bit is in both, none is carried.
+            const uint32_t low = words[0], high = low >> 6;
+            if (which == 3) return (low & 0x80008000u) | (high & 0x01c001c0u);
+            const uint32_t codes = which == 0 ? low & 0x000f000fu : which == 1 ? low & 0x00f000f0u : high & 0x003c003cu;
+            return codes * (which == 0 ? 0x1040 : which == 1 ? 0x104 : 0x410) & 0x81c081c0u;
+        }
+    }
+
+    // The same where it is not known which.
+    __device__ static uint32_t any_pair(const uint32_t* words, int which) {
+        if constexpr (kFp8) {
+            const uint32_t x = __byte_perm(words[0], words[1], 0x0400 + which * 0x0101);
+            return (x << 4 & 0x07f007f0u) | (x << 8 & 0x80008000u);
+        } else {
+            return (words[0] >> 4 * which & 0x000f000fu) * 0x1040 & 0x81c081c0u;
+        }
+    }
+
+    // Where a lane's first unit of the warp's first keys lies in a tile.
+    __device__ static uint32_t place(int warp, int lane) {
+        return group_place<D>(warp * kWarpKeys + lane / kAbreast, lane % kAbreast);
+    }
+
+    // A scale becomes what the codes are multiplied by, a factor for 16 dimensions each. The null row, which is loaded like others, must
+    // be finite: so are all codes with scale 0.
+    __device__ static void scale(Raw& raw, bool present) {
+        __nv_bfloat162 by;
+        if constexpr (kFp8)
+            by = factor(present ? raw.scale : 0);
+        else
+            by = factors(__byte_perm(raw.scale, 0, present ? 0x4140 : 0x4444));
+        raw.scale = *reinterpret_cast<const uint32_t*>(&by);
+    }
+
+    // Step `step` of the warp's keys.
+    __device__ static void store(const Raw& raw, uint32_t tile, uint32_t place, int step) {
+        const __nv_bfloat162 both = as_pair(raw.scale), by[2] = {__low2bfloat162(both), __high2bfloat162(both)};
+        const int first = step / kGroupSteps * kKeys;
+        const uint32_t base = ((tile + place) ^ uint32_t(first % 8) << 4) + first * kRowBytes + step % kGroupSteps * (kChunkBytes * D / 128);
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) turned.words[i] = swapped ? raw.words[i ^ kWords / 2] : raw.words[i];
-        // few addresses, which steps share, and what an instruction adds to them
-        const uint32_t turn = uint32_t(step * kKeys % 8) << 4, further = uint32_t(step * kKeys * kRowBytes);
-        store_unit(((tile + place) ^ turn) + further, unit(turned, 0, by));
-        store_unit(((tile + place) ^ (turn ^ 16)) + further, unit(turned, 1, by));
+        for (int unit = 0; unit < 4; ++unit) {
+            uint32_t v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = scaled(pair(raw.words + i * kWords / 4, unit), by[i / 2]);
+            store_unit(unit_behind<D>(base, unit), make_uint4(v[0], v[1], v[2], v[3]));
+        }
     }
 };
 
@@ -128,7 +158,23 @@ struct TileList {
     }
 };
 
-// Finds the tiles with keys. The writers, `parity` changing from row to row.
+// The tiles with keys of the row that was looked through with this parity.
+template <int D, int Parts>
+__device__ TileList<Parts> found_tiles(const Tiles& tiles, unsigned rank, int parity, const Memory<D, Parts>& memory) {
+    const int lane = threadIdx.x % kWarp;
+    TileList<Parts> list;
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+        const int tile = word * 64 + lane;
+        const uint64_t low = __ballot_sync(kAllLanes, tile < tiles.all && memory.some[parity][tile] != 0);
+        const uint64_t high = __ballot_sync(kAllLanes, tile + 32 < tiles.all && memory.some[parity][tile + 32] != 0);
+        list.left[word] = high << 32 | low;
+    }
+    for (unsigned i = 0; i < rank; ++i) list.drop();
+    return list;
+}
+
+// Looks through a row's tiles. The writers, `parity` changing from row to row.
 template <int D, int Parts>
 __device__ TileList<Parts> list_tiles(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, unsigned rank, int parity,
                                       Memory<D, Parts>& memory) {
@@ -149,16 +195,7 @@ __device__ TileList<Parts> list_tiles(const cedar_mega_attention_args& a, const 
         }
     }
     meet<kWriterThreads>(kWriterBarrier);
-    TileList<Parts> list;
-#pragma unroll
-    for (int word = 0; word < 2; ++word) {
-        const int tile = word * 64 + lane;
-        const uint64_t low = __ballot_sync(kAllLanes, tile < tiles.all && memory.some[parity][tile] != 0);
-        const uint64_t high = __ballot_sync(kAllLanes, tile + 32 < tiles.all && memory.some[parity][tile + 32] != 0);
-        list.left[word] = high << 32 | low;
-    }
-    for (unsigned i = 0; i < rank; ++i) list.drop();
-    return list;
+    return found_tiles(tiles, rank, parity, memory);
 }
 
 // Waits until the readers have done with the stage of the n'th tile of the block.
@@ -176,6 +213,20 @@ struct Ahead {
         const Index first = kept(a, tiles, row, tile);
         then = kept(a, tiles, row, following);
         index = first.get();
+    }
+    // What was put down for a row.
+    template <int D>
+    __device__ Ahead(const TileList<Parts>& all, const Memory<D, Parts>& memory) : list(all) {
+        tile = list.take(), following = list.take();
+        const auto& first = memory.first[threadIdx.x / kWarp % kWriterWarps];
+        index = first[0][threadIdx.x % kWarpKeys], then.low = first[1][threadIdx.x % kWarpKeys], then.there = true;
+    }
+    template <int D>
+    __device__ void put_down(Memory<D, Parts>& memory) const {
+        const int lane = threadIdx.x % kWarp;
+        auto& first = memory.first[threadIdx.x / kWarp % kWriterWarps];
+        if (tile >= 0 && lane < kWarpKeys) first[0][lane] = index, first[1][lane] = then.get();
+        __syncwarp();
     }
     // The record of the lane's key in a tile of the row.
     __device__ static Index kept(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile) {
@@ -195,38 +246,45 @@ __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& til
     using Form = Decoder<D, Record>;
     // A lane holds as many steps as it has registers for. Where those are not a tile's, one half is decoded while the other is on its
     // way. The next tile's come behind the stage's last store, so that they are on their way while the next stage is waited for.
-    constexpr int kMost = Form::kFp8 ? 4 : 8, kHeld = Form::kSteps < kMost ? Form::kSteps : kMost, kBatch = kHeld / 2;
-    static_assert(kBatch * 2 == kHeld && Form::kSteps % kHeld == 0);
+    constexpr int kMost = Form::kFp8 ? 2 : 4, kHeld = Form::kSteps < kMost ? Form::kSteps : kMost, kBatch = (kHeld + 1) / 2;
+    static_assert(kHeld % kBatch == 0 && Form::kSteps % kHeld == 0);
     const int end = Form::kFp8 ? tiles.window : tiles.all;
     if (ahead.tile < 0 || ahead.tile >= end) return;
     const auto* pool = static_cast<const uint8_t*>(Record == CEDAR_RECORD_FP8 ? a.window : a.entries);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps;
-    int part = lane % Form::kLanes;
+    int part = lane;
     asm volatile("" : "+r"(part));  // read anew, it would be waited for with the records
     typename Form::Source source(pool, part);
     source.keep();
-    uint32_t place = Form::place(warp, lane);
+    uint32_t place = Form::place(warp, lane), own;
+    const int key = part / Form::kAbreast;
     typename Form::Raw raw[kHeld];
-    const auto load = [&](int step, uint32_t index) {
-        raw[step % kHeld] = Form::load(source, __shfl_sync(kAllLanes, index, step % Form::kSteps * Form::kKeys + lane / Form::kLanes));
+    const auto load = [&](int step, uint32_t index) {  // steps in their order
+        if (step % Form::kGroupSteps == 0) own = __shfl_sync(kAllLanes, index, step / Form::kGroupSteps * Form::kKeys + key);
+        raw[step % kHeld] = Form::load(source, own, step % Form::kGroupSteps);
     };
 #pragma unroll
     for (int step = 0; step < kHeld; ++step) load(step, ahead.index);
     for (bool more = true; more; ++n) {
         more = ahead.following >= 0 && ahead.following < end;
         const int stage = n % kStages;
+        const unsigned valid = __ballot_sync(kAllLanes, ahead.index != 0) & ((1u << kWarpKeys) - 1);
+        const auto scale = [&](int step) {
+            Form::scale(raw[step % kHeld], valid >> (step / Form::kGroupSteps * Form::kKeys) >> key & 1);
+        };
+#pragma unroll
+        for (int step = 0; step < kHeld; ++step) scale(step);
         await_stage(n, memory);
         const uint32_t to = shared_address(memory.keys[stage]);
         // the addresses of all steps, kept across tiles, would cost more registers than there are
         asm volatile("" : "+r"(place));
-        const unsigned valid = __ballot_sync(kAllLanes, ahead.index != 0) & ((1u << kWarpKeys) - 1);
         const uint32_t then = ahead.then.get();
 #pragma unroll
         for (int from = 0; from < Form::kSteps; from += kBatch) {
 #pragma unroll
             for (int step = from; step < from + kBatch; ++step) {
-                const bool present = valid >> (step * Form::kKeys + lane / Form::kLanes) & 1;
-                Form::store(raw[step % kHeld], present, to, place, step, part);
+                if (step >= kHeld) scale(step);
+                Form::store(raw[step % kHeld], to, place, step);
             }
 #pragma unroll
             for (int step = from + kHeld; step < from + kHeld + kBatch; ++step)
@@ -261,28 +319,44 @@ __device__ void write_nothing(int n, Memory<D, Parts>& memory) {
     if (thread % kWarp == 0) arrive(&memory.full[stage]);
 }
 
-// All tiles of the block, row after row. What the next row begins with comes to L2 meanwhile.
+// All tiles of the block, row after row. What the next row begins with comes to L2 meanwhile, and is looked up before this row's entries:
+// then the readers have not yet begun with the row, and no stage is free.
 template <int D, int Parts>
 __device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step,
                            Memory<D, Parts>& memory) {
     const Tiles tiles(a);
     int n = 0, parity = 0;
-    for (int unit = first; unit < units; unit += step, parity ^= 1) {
-        const int64_t row = Unit(a, unit).row;
-        if (Parts == 1 && unit + step < units) {
-            const Unit next(a, unit + step);
-            const auto ask = [&](int thread, const void* p, int64_t bytes) {
-                if (int(threadIdx.x) == kReaderThreads + thread && bytes >= 16) prefetch_bytes(p, uint32_t(bytes));
-            };
-            ask(0, static_cast<const Bf16*>(a.query) + (next.row * a.heads + next.first_head) * D,
-                min(kHeads, int(a.heads) - next.first_head) * D * sizeof(Bf16));
-            ask(kWarp, a.window_index + next.row * a.window_width, a.window_width * 8);
-            if (a.entries != nullptr) ask(2 * kWarp, a.entry_index + next.row * a.entry_width, a.entry_width * 8);
-        }
-        Ahead<Parts> ahead(a, tiles, row, list_tiles<D, Parts>(a, tiles, row, rank, parity, memory));
+    const auto look_up = [&](int64_t row, int parity) {
+        return Ahead<Parts>(a, tiles, row, list_tiles<D, Parts>(a, tiles, row, rank, parity, memory));
+    };
+    const auto write = [&](int64_t row, Ahead<Parts> ahead, const auto& meanwhile) {
         if (ahead.tile < 0) write_nothing(n++, memory);
         write_tiles<D, CEDAR_RECORD_FP8>(a, tiles, row, ahead, n, memory);
+        meanwhile();
         write_tiles<D, CEDAR_RECORD_NVFP4>(a, tiles, row, ahead, n, memory);
+    };
+    if constexpr (Parts > 1) {
+        const int64_t row = Unit(a, first).row;
+        write(row, look_up(row, 0), [] {});
+        return;
+    } else {
+        look_up(Unit(a, first).row, 0).put_down(memory);
+        for (int unit = first; unit < units; unit += step, parity ^= 1) {
+            const bool more = unit + step < units;
+            const Unit next(a, more ? unit + step : unit);
+            if (more) {
+                const auto ask = [&](int thread, const void* p, int64_t bytes) {
+                    if (int(threadIdx.x) == kReaderThreads + thread && bytes >= 16) prefetch_bytes(p, uint32_t(bytes));
+                };
+                ask(0, static_cast<const Bf16*>(a.query) + (next.row * a.heads + next.first_head) * D,
+                    min(kHeads, int(a.heads) - next.first_head) * D * sizeof(Bf16));
+                ask(kWarp, a.window_index + next.row * a.window_width, a.window_width * 8);
+                if (a.entries != nullptr) ask(2 * kWarp, a.entry_index + next.row * a.entry_width, a.entry_width * 8);
+            }
+            write(Unit(a, unit).row, Ahead<Parts>(found_tiles(tiles, rank, parity, memory), memory), [&] {
+                if (more) look_up(next.row, parity ^ 1).put_down(memory);
+            });
+        }
     }
 }
 
