@@ -131,23 +131,16 @@ __device__ void finish_alone(const cedar_mega_attention_args& a, const Unit& at,
 template <int D, int Parts>
 __device__ void finish_together(const cedar_mega_attention_args& a, const Unit& at, unsigned rank, int group, int thread,
                                 const Softmax& softmax, const float (&sums)[D / 16][4], Memory<D, Parts>& memory) {
-    constexpr int kColumns = D / 16, kSlice = D / 8 / Parts;  // blocks of 8 columns, of a warpgroup and of a part
-    static_assert(kSlice == kColumns, "a group's half");
+    constexpr int kSlice = D / 8 / Parts;  // blocks of 8 columns
+    static_assert(Parts == kReaders, "a group has what one block finishes");
     const cg::cluster_group cluster = cg::this_cluster();
     float4 *inbox = reinterpret_cast<float4*>(memory.keys), *notes = &memory.exchange[0][0][0];
     meet_cluster();  // nobody needs its tiles any more
+    float4* remote = cluster.map_shared_rank(inbox, group) + int(rank) * kSlice * kGroupThreads + thread;
 #pragma unroll
-    for (int slice = 0; slice < kColumns / kSlice; ++slice) {
-        const int to = group * (kColumns / kSlice) + slice;
-        float4* remote = cluster.map_shared_rank(inbox, to) + int(rank) * kSlice * kGroupThreads + thread;
-#pragma unroll
-        for (int j = 0; j < kSlice; ++j) {
-            const float* c = sums[slice * kSlice + j];
-            remote[j * kGroupThreads] = make_float4(c[0], c[1], c[2], c[3]);
-        }
-        cluster.map_shared_rank(notes, to)[rank * kGroupThreads + thread] =
-            make_float4(softmax.reference[0], softmax.reference[1], softmax.sum[0], softmax.sum[1]);
-    }
+    for (int j = 0; j < kSlice; ++j) remote[j * kGroupThreads] = make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
+    cluster.map_shared_rank(notes, group)[rank * kGroupThreads + thread] =
+        make_float4(softmax.reference[0], softmax.reference[1], softmax.sum[0], softmax.sum[1]);
     meet_cluster();
     float reference[Parts][2], sum[Parts][2], weights[Parts][2];
 #pragma unroll

@@ -145,13 +145,7 @@ __global__ void __launch_bounds__(kFewThreads, 2) few_product(const Product p, c
         const int token = i / fours, row = i % fours * 4;
         const int64_t n = int64_t(blockIdx.x) * sets * kRows + row;
         if (n >= p.out_dim) continue;
-        const float* at = sums + token * stride + row;
-        float4 total = *reinterpret_cast<const float4*>(at);
-        for (int s = 1; s < parts; ++s) {
-            const float4 more = *reinterpret_cast<const float4*>(at + s * part_size);
-            total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-        }
-        store_four(p, token, n, total, vectors);
+        store_four(p, token, n, add_parts(sums + token * stride + row, parts, part_size), vectors);
     }
 }
 

@@ -188,13 +188,7 @@ __global__ void __launch_bounds__(G * 128 + kWarp, 1)
                         from[(group * N + n * 8 + quad * 2 + i % 2) * kNarrowStride + own + lane / 4 + i / 2 * 8] = c[n * 4 + i];
                 sync_groups(1, G);
                 for (int i = threadIdx.x; i < tokens * 16; i += G * 128) {
-                    const float* at = from + i / 16 * kNarrowStride + i % 16 * 4;
-                    float4 total = *reinterpret_cast<const float4*>(at);
-#pragma unroll
-                    for (int g = 1; g < G; ++g) {
-                        const float4 more = *reinterpret_cast<const float4*>(at + g * N * kNarrowStride);
-                        total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-                    }
+                    const float4 total = add_parts(from + i / 16 * kNarrowStride + i % 16 * 4, G, N * kNarrowStride);
                     if (const int row = first_row + i % 16 * 4; row < p.out_dim) store_four(p, i / 16, row, total, vectors);
                 }
             } else {

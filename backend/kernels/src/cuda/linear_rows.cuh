@@ -115,14 +115,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1) rows_product(const Product p,
         const int i = kRowsThreads - 1 - int(threadIdx.x), token = i / 4, row = i % 4 * 4;
         const int64_t n = (first_tile + tile) * 16 + row;
         if (token >= tokens || n >= p.out_dim) continue;
-        const float* at = set + token * 16 + (row ^ token / 2 % 2 * 8);
-        float4 total = *reinterpret_cast<const float4*>(at);
-#pragma unroll
-        for (int s = 1; s < kRowsParts; ++s) {
-            const float4 more = *reinterpret_cast<const float4*>(at + s * kPartSums);
-            total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-        }
-        store_four(p, token, n, total, vectors);
+        store_four(p, token, n, add_parts(set + token * 16 + (row ^ token / 2 % 2 * 8), kRowsParts, kPartSums), vectors);
     }
 }
 

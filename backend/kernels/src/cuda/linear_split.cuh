@@ -29,7 +29,7 @@ struct Product {
 };
 
 // So many bytes of the weight, but at least a stage, are ordered before x is awaited. Copies come in the order in which they are ordered:
-// behind a full ring the first tokens are late by 2 to 3 us, in which nothing is multiplied.
+// behind a full ring the first tokens are late by some 3 us, in which nothing is multiplied.
 constexpr int kBytesAhead = 16 * 1024;
 __host__ __device__ constexpr int stages_ahead(int weight_bytes, int stages) {
     const int ahead = kBytesAhead / weight_bytes;
@@ -106,6 +106,16 @@ __device__ inline uint32_t pair_of(float low, float high) {
 
 // Four outputs can be stored at a time.
 inline bool stores_fours(const Product& p) { return (p.out_dim | p.y_stride) % 4 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0; }
+
+// Four neighbours' sums of so many parts, which lie `between` floats apart, in the parts' order.
+__device__ __forceinline__ float4 add_parts(const float* at, int parts, int between) {
+    float4 total = *reinterpret_cast<const float4*>(at);
+    for (int s = 1; s < parts; ++s) {
+        const float4 more = *reinterpret_cast<const float4*>(at + s * between);
+        total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+    }
+    return total;
+}
 
 // Outputs n .. n + 3 of a token, as far as there are; p's group is blockIdx.y.
 __device__ inline void store_four(const Product& p, int64_t token, int64_t n, float4 v, bool vectors) {

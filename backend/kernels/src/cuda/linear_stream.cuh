@@ -146,14 +146,7 @@ __global__ void __launch_bounds__(W* kWarp, kResident)
         const int token = i / kFours, set = i % kFours / (R / 4), at = i % (R / 4) * 4;
         const int64_t n = first_row + set * R + at;
         if (n >= p.out_dim) continue;
-        const float* const from = sums + set * kParts * between + token * Box::kStride + at;
-        float4 total = *reinterpret_cast<const float4*>(from);
-#pragma unroll
-        for (int s = 1; s < kParts; ++s) {
-            const float4 more = *reinterpret_cast<const float4*>(from + s * between);
-            total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-        }
-        store_four(p, token, n, total, vectors);
+        store_four(p, token, n, add_parts(sums + set * kParts * between + token * Box::kStride + at, kParts, between), vectors);
     }
 }
 
