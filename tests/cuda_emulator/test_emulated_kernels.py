@@ -61,7 +61,7 @@ SMALL = [
     pytest.param(
         "_attention",
         "output_differs and [3- and not sizes10 or single_key and 63 or without_keys or other_bits and [17- or half_of_a_tile "
-        "or row_of_many and 129 and sizes0 or few_of_many and (sizes1 or widths1)",
+        "or row_of_many and 129 and not sizes1 or few_of_many and (sizes1 or widths1) or 16_bytes",
         id="mega_attention",
     ),
     pytest.param("_plain", "not captured and not 5120 and not batch", id="plain"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cedar.cache.layout import GlobalRecords, WindowRecords
 from cedar.cache.records import RecordFormat, RecordPool, RecordView
+from cedar.errors import CedarError
 from cedar.ops.attention import mega_attention
 from cedar.ops.native import NativeUnsupported
 from cedar.ops.provider import using
@@ -278,6 +279,16 @@ def test_other_arguments_do_not_reach_the_reference() -> None:
         torch.ops.cedar.mega_attention.default(
             *(x.query, x.angle, x.angle, x.sink, x.pools[0].rows, x.indices[0], None, None, x.query.clone()), *(2, 0, 1.0)
         )
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pool_that_cannot_be_read_in_16_bytes_is_read(which: int) -> None:
+    x = case(1, RELEASE, (8, 8))
+    rows = x.pools[which].rows
+    moved = torch.cat([rows.new_zeros(8), rows.flatten()])[8:].view(rows.shape)
+    pools = tuple(RecordPool(pool.record, moved if i == which else pool.rows) for i, pool in enumerate(x.pools))
+    with pytest.raises(CedarError, match="multiples of 16 bytes"):
+        replace(x, pools=pools).run()
 
 
 def test_a_captured_call_cannot_be_replayed() -> None:

@@ -89,6 +89,8 @@ int mega_attention(const cedar_mega_attention_args& a, void* stream) {
         return fail(CEDAR_UNSUPPORTED, "%s: on a GPU FP8 window records and NVFP4 entries", name);
     if ((a.window_width + kTileRows - 1) / kTileRows + (a.entry_width + kTileRows - 1) / kTileRows > attention::kMostTiles)
         return fail(CEDAR_UNSUPPORTED, "%s: on a GPU at most %d keys a row", name, attention::kMostTiles * kTileRows);
+    if ((reinterpret_cast<uintptr_t>(a.window) | reinterpret_cast<uintptr_t>(a.entries)) % 16 != 0)
+        return fail(CEDAR_UNSUPPORTED, "%s: on a GPU window and entries at multiples of 16 bytes", name);
     return finish(name, a.dim == 512 ? attention::run<512>(a, stream) : attention::run<128>(a, stream));
 }
 
