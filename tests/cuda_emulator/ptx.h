@@ -97,6 +97,8 @@ inline void lg2_approx_ftz_f32(float& y, float x) { y = flushed(log2f(flushed(x)
 inline void sqrt_approx_ftz_f32(float& y, float x) { y = flushed(sqrtf(flushed(x))); }
 inline void rcp_approx_ftz_f32(float& y, float x) { y = flushed(1.0f / flushed(x)); }
 
+inline void setp_lt_s32(bool& less, int x, int y) { less = x < y; }
+
 // ---- memory ----
 
 inline void ld_global_u32(uint32_t& to, const void* from) { to = *static_cast<const uint32_t*>(source(from, 4)); }

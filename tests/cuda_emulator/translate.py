@@ -66,6 +66,8 @@ def _instruction(text: str) -> str:
         return ""
     if declared := re.match(r"\.reg\s+\.(\w+)\s+(.+)", text):
         return f"{_REGISTERS[declared[1]]} {declared[2]};"
+    if predicated := re.match(r"@(!?\w+)\s+(.+)", text):
+        return f"if ({predicated[1]}) {_instruction(predicated[2])}"
     opcode, _, rest = text.partition(" ")
     operands = [_operand(x) for x in _split(rest, ",") if x.strip() not in ("", "_")]
     name = re.sub(r"\W+", "_", opcode).strip("_")

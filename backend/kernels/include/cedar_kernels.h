@@ -11,7 +11,7 @@
  *
  * Every field is 8 bytes: a pointer, an int64 or a double. `size` is sizeof of the struct as the caller knows it. Tensors are
  * dense, row-major, on the args' device. T is the number of rows; a row's result does not depend on the other rows, to the bit.
- * On a GPU it may depend on which class their number is of, and on nothing else: attention up to 128 rows and more; on Hopper,
+ * On a GPU it may depend on which class their number is of, and on nothing else: attention up to 64 rows and more; on Hopper,
  * whose own instruction adds in another order, linears up to 16, up to 640 and more, wo_a also up to 64, experts up to 640, the
  * router up to 1,791.
  * "optional" pointers may be NULL. pairs is the number of rotary pairs, the last 2 pairs dimensions of a vector. Pool rows are

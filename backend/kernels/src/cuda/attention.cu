@@ -20,9 +20,9 @@
 namespace cedar::cuda {
 namespace attention {
 
-constexpr int kParts = 2;              // blocks of a cluster
-constexpr int64_t kClusterRows = 128;  // with more rows, one block a row keeps all multiprocessors busy
-constexpr int64_t kFewUnits = 16;      // a cluster of eight each has a multiprocessor for every block
+constexpr int kParts = 2;             // blocks of a cluster
+constexpr int64_t kClusterRows = 64;  // an H200 has places for so many clusters; of more rows, a block each keeps all multiprocessors busy
+constexpr int64_t kFewUnits = 16;     // a cluster of eight each has a multiprocessor for every block
 static_assert(kFewParts == kParts, "the same sums");
 
 template <int D, int Parts>

@@ -56,11 +56,6 @@ __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.alig
 template <int Registers>
 __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers)); }
 
-// Memory that somebody reads soon is asked to come to L2. What a copy of whole 16 bytes misses at an end is merely late.
-__device__ inline void prefetch_bytes(const void* p, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(reinterpret_cast<uint64_t>(p) & ~uint64_t(15)), "r"(bytes & ~15u));
-}
-
 // ---- shared memory ----
 
 // Of a row: its cosines and sines from the fifth on, as units of 4 pairs may begin earlier, and its heads' sinks, raw.
@@ -83,6 +78,7 @@ struct Memory {
     bool last[kStages];                    // the row's last tile
     uint8_t some[2][kMostTiles];           // of rows in turn: tiles with keys
     uint32_t first[Parts == 1 ? kWriterWarps : 1][2][kWarpKeys];  // of the next row: records of a warp's keys in its first two tiles
+    alignas(16) uint8_t unread[Parts == 1 ? kWriterThreads : 1][16];  // what is copied for L2's sake
 };
 
 // A row and 64 of its heads.
@@ -130,20 +126,17 @@ __device__ inline const int64_t* place_of_index(const cedar_mega_attention_args&
     return column < width ? (entry ? a.entry_index : a.window_index) + row * width + column : nullptr;
 }
 
-// The record of a column of a row's tile in two steps: the number is asked for without a branch, at whose end it would be waited for.
-struct Index {
-    Index() = default;
-    __device__ Index(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
-        const bool entry = tile >= tiles.window;
-        const int column = (entry ? tile - tiles.window : tile) * kTileRows + key, width = int(entry ? a.entry_width : a.window_width);
-        there = column < width;
-        const int64_t* p = (entry ? a.entry_index : a.window_index) + row * width + (there ? column : 0);
-        asm volatile("ld.global.u32 %0, [%1];" : "=r"(low) : "l"(p));
-    }
-    __device__ uint32_t get() const { return there ? low : 0; }
-
-    uint32_t low;
-    bool there;
-};
+// The record of a column of a row's tile, asked for without a branch, at whose end it would be waited for; 0 where there is none, as of
+// tile -1.
+__device__ inline uint32_t ask_index(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile, int key) {
+    const bool entry = tile >= tiles.window;
+    const int column = (entry ? tile - tiles.window : tile) * kTileRows + key;
+    const int width = tile < 0 || tile >= tiles.all ? INT_MIN : int(entry ? a.entry_width : a.window_width);
+    const int64_t* p = (entry ? a.entry_index : a.window_index) + row * width + column;
+    uint32_t index;
+    asm volatile("{.reg .pred there; setp.lt.s32 there, %2, %3; mov.u32 %0, 0; @there ld.global.u32 %0, [%1];}"
+                 : "=&r"(index) : "l"(p), "r"(column), "r"(width));
+    return index;
+}
 
 }  // namespace cedar::cuda::attention

@@ -181,16 +181,16 @@ __device__ TileList<Parts> list_tiles(const cedar_mega_attention_args& a, const 
     constexpr int kAtOnce = 2;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWriterWarps;
     for (int from = warp; from < tiles.all; from += kAtOnce * kWriterWarps) {
-        Index index[kAtOnce][2];
+        uint32_t index[kAtOnce][2];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                index[i][half] = Index(a, tiles, row, min(from + i * kWriterWarps, tiles.all - 1), lane + half * kWarp);
+                index[i][half] = ask_index(a, tiles, row, from + i * kWriterWarps, lane + half * kWarp);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             const int tile = from + i * kWriterWarps;
-            const bool any = __any_sync(kAllLanes, (index[i][0].get() | index[i][1].get()) != 0);
+            const bool any = __any_sync(kAllLanes, (index[i][0] | index[i][1]) != 0);
             if (lane == 0 && tile < tiles.all) memory.some[parity][tile] = any;
         }
     }
@@ -204,39 +204,51 @@ __device__ inline void await_stage(int n, Memory<D, Parts>& memory) {
     if (n >= kStages) await(&memory.empty[n % kStages], uint32_t(n / kStages - 1) & 1);
 }
 
+// Some 256 bytes, of which there are 32 or more, come to L2 with a copy of 16 that nobody reads: prefetches keep a warp for long.
+template <int D>
+__device__ void bring(const void* p, Memory<D, 1>& memory) {
+    const void* const units = reinterpret_cast<const void*>((reinterpret_cast<uintptr_t>(p) + 15) / 16 * 16);
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;"
+                 ::"r"(shared_address(memory.unread[threadIdx.x % kWriterThreads])), "l"(units) : "memory");
+}
+
 // Of the row's tiles, the two that are written next, and the records of the lane's key in them.
 template <int Parts>
 struct Ahead {
     __device__ Ahead(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, const TileList<Parts>& all) : list(all) {
         tile = list.take(), following = list.take();
-        if (tile < 0) return;
-        const Index first = kept(a, tiles, row, tile);
-        then = kept(a, tiles, row, following);
-        index = first.get();
+        index = kept(a, tiles, row, tile), then = kept(a, tiles, row, following);
     }
     // What was put down for a row.
     template <int D>
     __device__ Ahead(const TileList<Parts>& all, const Memory<D, Parts>& memory) : list(all) {
         tile = list.take(), following = list.take();
         const auto& first = memory.first[threadIdx.x / kWarp % kWriterWarps];
-        index = first[0][threadIdx.x % kWarpKeys], then.low = first[1][threadIdx.x % kWarpKeys], then.there = true;
+        index = first[0][threadIdx.x % kWarpKeys], then = first[1][threadIdx.x % kWarpKeys];
     }
+    // Records of the window, which take longest, come to L2.
     template <int D>
-    __device__ void put_down(Memory<D, Parts>& memory) const {
+    __device__ void put_down(const cedar_mega_attention_args& a, const Tiles& tiles, Memory<D, Parts>& memory) const {
+        constexpr int kBytes = Decoder<D, CEDAR_RECORD_FP8>::kBytes;
         const int lane = threadIdx.x % kWarp;
         auto& first = memory.first[threadIdx.x / kWarp % kWriterWarps];
-        if (tile >= 0 && lane < kWarpKeys) first[0][lane] = index, first[1][lane] = then.get();
+        if (lane < kWarpKeys) first[0][lane] = index, first[1][lane] = then;
         __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int of = i == 0 ? tile : following, at = lane % 4 * 256;
+            if (of >= 0 && of < tiles.window && at < kBytes)
+                bring(static_cast<const uint8_t*>(a.window) + uint64_t(first[i][lane / 4]) * kBytes + at, memory);
+        }
     }
     // The record of the lane's key in a tile of the row.
-    __device__ static Index kept(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile) {
-        return Index(a, tiles, row, tile < 0 ? 0 : tile, threadIdx.x / kWarp % kWriterWarps * kWarpKeys + threadIdx.x % kWarpKeys);
+    __device__ static uint32_t kept(const cedar_mega_attention_args& a, const Tiles& tiles, int64_t row, int tile) {
+        return ask_index(a, tiles, row, tile, threadIdx.x / kWarp % kWriterWarps * kWarpKeys + threadIdx.x % kWarpKeys);
     }
 
     TileList<Parts> list;
     int tile, following;
-    uint32_t index;
-    Index then;  // may be on its way
+    uint32_t index, then;  // the latter may be on its way
 };
 
 // Writes the row's tiles of this record. n: tiles of the block so far.
@@ -278,7 +290,7 @@ __device__ void write_tiles(const cedar_mega_attention_args& a, const Tiles& til
         const uint32_t to = shared_address(memory.keys[stage]);
         // the addresses of all steps, kept across tiles, would cost more registers than there are
         asm volatile("" : "+r"(place));
-        const uint32_t then = ahead.then.get();
+        const uint32_t then = ahead.then;
 #pragma unroll
         for (int from = 0; from < Form::kSteps; from += kBatch) {
 #pragma unroll
@@ -319,8 +331,8 @@ __device__ void write_nothing(int n, Memory<D, Parts>& memory) {
     if (thread % kWarp == 0) arrive(&memory.full[stage]);
 }
 
-// All tiles of the block, row after row. What the next row begins with comes to L2 meanwhile, and is looked up before this row's entries:
-// then the readers have not yet begun with the row, and no stage is free.
+// All tiles of the block, row after row. What the next row begins with comes to L2 meanwhile. The row is looked up before this row's
+// entries: then the readers have not yet begun with the row, and no stage is free.
 template <int D, int Parts>
 __device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, int first, int units, int step,
                            Memory<D, Parts>& memory) {
@@ -340,23 +352,27 @@ __device__ void write_rows(const cedar_mega_attention_args& a, unsigned rank, in
         write(row, look_up(row, 0), [] {});
         return;
     } else {
-        look_up(Unit(a, first).row, 0).put_down(memory);
+        look_up(Unit(a, first).row, 0).put_down(a, tiles, memory);
         for (int unit = first; unit < units; unit += step, parity ^= 1) {
             const bool more = unit + step < units;
             const Unit next(a, more ? unit + step : unit);
+            const auto bring_all = [&](int first_thread, const void* of, int64_t bytes) {
+                const int at = (int(threadIdx.x) - kReaderThreads - first_thread) * 256;
+                if (at >= 0 && at + 32 <= bytes) bring(static_cast<const uint8_t*>(of) + at, memory);
+            };
             if (more) {
-                const auto ask = [&](int thread, const void* p, int64_t bytes) {
-                    if (int(threadIdx.x) == kReaderThreads + thread && bytes >= 16) prefetch_bytes(p, uint32_t(bytes));
-                };
-                ask(0, static_cast<const Bf16*>(a.query) + (next.row * a.heads + next.first_head) * D,
-                    min(kHeads, int(a.heads) - next.first_head) * D * sizeof(Bf16));
-                ask(kWarp, a.window_index + next.row * a.window_width, a.window_width * 8);
-                if (a.entries != nullptr) ask(2 * kWarp, a.entry_index + next.row * a.entry_width, a.entry_width * 8);
+                bring_all(0, a.window_index + next.row * a.window_width, a.window_width * 8);
+                if (a.entries != nullptr) bring_all(kWriterThreads / 4, a.entry_index + next.row * a.entry_width, a.entry_width * 8);
             }
             write(Unit(a, unit).row, Ahead<Parts>(found_tiles(tiles, rank, parity, memory), memory), [&] {
-                if (more) look_up(next.row, parity ^ 1).put_down(memory);
+                if (more) look_up(next.row, parity ^ 1).put_down(a, tiles, memory);
             });
+            if (more)  // the readers are about to ask for it; much earlier, it would not stay there
+                bring_all(0, static_cast<const Bf16*>(a.query) + (next.row * a.heads + next.first_head) * D,
+                          min(kHeads, int(a.heads) - next.first_head) * D * int(sizeof(Bf16)));
         }
+        close_copies();  // none may be on its way when the block ends
+        await_copies<0>();
     }
 }
 
