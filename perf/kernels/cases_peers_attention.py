@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from perf.kernels.case import Case, token_counts
@@ -44,7 +45,7 @@ def cases(tokens: list[int] | None) -> Iterator[Case]:
             if rows <= MOST_DECODED:
                 yield from decode(rows, selected)
             if rows == PREFILLED_TOO or rows > MOST_DECODED:
-                yield prefill(rows, WINDOW + selected)
+                yield from prefill(rows, WINDOW + selected)
     for rows in token_counts(tokens, (1, 16, 48)):
         for context in CONTEXTS:
             if rows * context <= 48 * CONTEXTS[-1]:
@@ -62,8 +63,8 @@ def decode(rows: int, selected: int) -> Iterator[Case]:
     keys = WINDOW + selected
     facts: dict[str, int | str] = {"T": rows, "keys": keys}
     size, flops = rows * (keys * RECORD + HEADS * HEAD * 4.0), 4.0 * rows * HEADS * keys * HEAD
-    for name, turn in (("torch.compile RoPE", _turn), ("tokenspeed norm, RoPE, insert", _turn_and_store)):
-        name = f"{name}, FlashMLA sparse decode of 584 B, tokenspeed inverse RoPE + cast"
+    for name, turn in TURNS.items():
+        name = f"{name}, FlashMLA sparse decode of 584 B, {CAST}"
         chain = lambda turn=turn: _decode(rows, selected, *turn())  # noqa: E731
         yield peer("mega_attention", name, facts, size, flops, chain, bound=0.06)
 
@@ -92,14 +93,36 @@ def _turn_and_store() -> Turn:
     return run, expected
 
 
+TURNS = {"torch.compile RoPE": _turn, "tokenspeed norm, RoPE, insert": _turn_and_store}
+CAST = "tokenspeed inverse RoPE + cast"
+
+
+def _first(g: torch.Generator, rows: int) -> Inputs:
+    """What a `Turn` takes: a query, positions, the table, and a record's value, number and pool for the kernel that stores it."""
+    query, table, stored = normal(g, rows, HEADS, HEAD), rope_table(), records(g, rows)[0]
+    positions = torch.randint(0, len(table), (rows,), generator=g, device="cuda")
+    store = query.clone(), normal(g, rows, HEAD), torch.arange(rows, device="cuda"), stored.view(len(stored), -1)
+    return query, positions, table, store
+
+
+def _cast() -> Callable[[Tensor, Inputs], tuple[Tensor, Tensor]]:
+    cast = tokenspeed("ops.attention.dsv4.triton").dsv4_fused_inv_rope_fp8_quant
+    return lambda out, first: cast(out, first[1], first[2], GROUPS, HEADS // GROUPS, tma_aligned_scales=False)
+
+
+def _error(first: Inputs, result: tuple[Tensor, Tensor], out: Tensor, checked: list[int]) -> float:
+    """Of the checked rows' FP8, whose attention was to be `out`."""
+    out = rotated(out.to(BF16), first[1][checked], first[2], inverse=True)
+    return relative(dequantised(*(part[checked] for part in result)).view(len(checked), HEADS, HEAD), out)
+
+
 def _decode(rows: int, selected: int, turn: Callable[[Inputs], Tensor], turned: Callable[[Inputs], Tensor]) -> Chain:
-    (library, more), cast = flash_mla(), tokenspeed("ops.attention.dsv4.triton").dsv4_fused_inv_rope_fp8_quant
-    table, schedule = rope_table(), library.get_mla_metadata()[0]
+    (library, more), cast = flash_mla(), _cast()
+    schedule = library.get_mla_metadata()[0]
 
     def make(seed: int) -> Inputs:
         g = seeded(seed)
-        query, sink = normal(g, rows, HEADS, HEAD), normal(g, HEADS, dtype=torch.float32)
-        positions = torch.randint(0, len(table), (rows,), generator=g, device="cuda")
+        first, sink = _first(g, rows), normal(g, HEADS, dtype=torch.float32)
         window, values = records(g, rows * WINDOW)
         recent = torch.arange(rows * WINDOW, device="cuda", dtype=torch.int32).view(rows, 1, WINDOW)
         entries = chosen = entry_values = None
@@ -107,56 +130,67 @@ def _decode(rows: int, selected: int, turn: Callable[[Inputs], Tensor], turned: 
             count = max(rows * 4096, 1 << 17)
             entries, entry_values = records(g, count)
             chosen = torch.randint(0, count, (rows, 1, selected), generator=g, device="cuda").sort().values.int()
-        stored = records(g, rows)[0]
-        store = query.clone(), normal(g, rows, HEAD), torch.arange(rows, device="cuda"), stored.view(len(stored), -1)
-        return (query, positions, table, store), (window, values, recent, entries, entry_values, chosen, sink)
+        return first, (window, values, recent, entries, entry_values, chosen, sink)
 
     def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
         first, (window, _, recent, entries, _, chosen, sink) = inputs
         parts = (window, None, None, HEAD, schedule, None, HEAD**-0.5, False, True, recent, sink, entries, chosen)
-        out = library.flash_mla_with_kvcache(turn(first)[:, None], *parts, **more)[0]
-        return cast(out[:, 0], first[1], table, GROUPS, HEADS // GROUPS, tma_aligned_scales=False)  # type: ignore[no-any-return]
+        return cast(library.flash_mla_with_kvcache(turn(first)[:, None], *parts, **more)[0][:, 0], first)
 
     def error(inputs: Inputs, result: tuple[Tensor, Tensor]) -> float:
         first, (_, values, recent, _, entry_values, chosen, sink) = inputs
         checked = some_rows(rows)
-        query = turned(first)[checked]
         keys = [values[recent[row, 0].long() % DISTINCT] for row in checked]
         if selected:
             keys = [torch.cat([k, entry_values[chosen[r, 0].long() % DISTINCT]]) for k, r in zip(keys, checked, strict=True)]
-        out = torch.stack([attended(q, k, sink) for q, k in zip(query, keys, strict=True)])
-        out = rotated(out.to(BF16), first[1][checked], table, inverse=True)
-        actual = dequantised(*(part[checked] for part in result)).view(len(checked), HEADS, HEAD)
-        return relative(actual, out)
+        out = torch.stack([attended(q, k, sink) for q, k in zip(turned(first)[checked], keys, strict=True)])
+        return _error(first, result, out, checked)
 
     return Chain(make, run, error)
 
 
-def prefill(rows: int, keys: int) -> Case:
-    """The kernel alone: bf16 keys, gathered and turned before; neither the query's RoPE nor the inverse one."""
+def prefill(rows: int, keys: int) -> Iterator[Case]:
+    """Query RoPE, sparse attention over keys in bf16, inverse RoPE with a cast to FP8; and that attention's kernel by itself.
 
-    def prepare() -> Chain:
-        library, more = flash_mla()
-
-        def make(seed: int) -> Inputs:
-            g = seeded(seed)
-            values, sink = normal(g, PREFILL_KEYS, 1, HEAD), normal(g, HEADS, dtype=torch.float32)
-            chosen = torch.randint(0, PREFILL_KEYS, (rows, 1, keys), generator=g, device="cuda", dtype=torch.int32)
-            return normal(g, rows, HEADS, HEAD), values, chosen, sink
-
-        def run(inputs: Inputs) -> Tensor:
-            query, values, chosen, sink = inputs
-            return library.flash_mla_sparse_fwd(query, values, chosen, HEAD**-0.5, HEAD, sink, **more)[0]  # type: ignore[no-any-return]
-
-        def error(inputs: Inputs, result: Tensor) -> float:
-            query, values, chosen, sink = inputs
-            return max(relative(result[r], attended(query[r], values[chosen[r, 0].long(), 0], sink)) for r in some_rows(rows))
-
-        return Chain(make, run, error)
-
+    A pool of records would have to be decoded before, which neither does.
+    """
+    facts: dict[str, int | str] = {"T": rows, "keys": keys}
     size, flops = rows * HEADS * HEAD * 4.0 + PREFILL_KEYS * HEAD * 2, 4.0 * rows * HEADS * keys * HEAD
-    name = "FlashMLA sparse prefill, bf16 keys, kernel alone"
-    return peer("mega_attention", name, {"T": rows, "keys": keys}, size, flops, prepare)
+    kernel = "FlashMLA sparse prefill, bf16 keys"
+    for name, turn in TURNS.items():
+        chain = lambda turn=turn: _prefill(rows, keys, *turn())  # noqa: E731
+        yield peer("mega_attention", f"{name}, {kernel}, {CAST}", facts, size, flops, chain, bound=0.06)
+    yield peer("mega_attention", f"{kernel}, kernel alone", facts, size, flops, lambda: _prefill(rows, keys))
+
+
+def _prefill(
+    rows: int, keys: int, turn: Callable[[Inputs], Tensor] | None = None, turned: Callable[[Inputs], Tensor] | None = None
+) -> Chain:
+    library, more = flash_mla()
+    cast = _cast() if turn else None
+
+    def make(seed: int) -> Inputs:
+        g = seeded(seed)
+        values, sink = normal(g, PREFILL_KEYS, 1, HEAD), normal(g, HEADS, dtype=torch.float32)
+        chosen = torch.randint(0, PREFILL_KEYS, (rows, 1, keys), generator=g, device="cuda", dtype=torch.int32)
+        return _first(g, rows) if turn else (normal(g, rows, HEADS, HEAD),), values, chosen, sink
+
+    def run(inputs: Inputs) -> Tensor | tuple[Tensor, Tensor]:
+        first, values, chosen, sink = inputs
+        query = turn(first) if turn else first[0]
+        out: Tensor = library.flash_mla_sparse_fwd(query, values, chosen, HEAD**-0.5, HEAD, sink, **more)[0]
+        return cast(out, first) if cast else out
+
+    def error(inputs: Inputs, result: Any) -> float:
+        first, values, chosen, sink = inputs
+        checked = some_rows(rows)
+        query = turned(first) if turned else first[0]
+        out = torch.stack([attended(query[r], values[chosen[r, 0].long(), 0], sink) for r in checked])
+        if turned:
+            return _error(first, result, out, checked)
+        return max(relative(result[r], expected) for r, expected in zip(checked, out, strict=True))
+
+    return Chain(make, run, error)
 
 
 # ---- index ----
