@@ -138,6 +138,7 @@ inline void prefetch_tensormap(const void*) {}
 template <class T> void cp_async_bulk_prefetch_L2_global(T address, uint32_t bytes) {
     if (uint64_t(address) % 16 != 0 || bytes % 16 != 0) failed("a prefetch is not of whole units of 16 bytes");
 }
+template <class A> void cp_async_bulk_prefetch_tensor_3d_L2_global(const CUtensorMap*, const A&) {}
 inline void createpolicy_fractional_L2_evict_first_b64(uint64_t& policy, double) { policy = 0; }
 
 // ---- barriers ----

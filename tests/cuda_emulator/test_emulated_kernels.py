@@ -29,7 +29,7 @@ SMALL = [
     pytest.param(
         "",
         "boundary_differs and (352 or 5120) and not 1500 and (all or norm) or boundary_differs and 130 and (64 or 256) "
-        "or whole_tiles and (24 or 41 or 58)",
+        "or whole_tiles and (24 or 41 or 58) or tile_is_no_number and 24",
         id="mega_mhc",
     ),
     pytest.param(

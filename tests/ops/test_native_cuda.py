@@ -113,6 +113,20 @@ def test_a_boundary_depends_on_its_batch(rows: int) -> None:
     same_bits(run, rows)
 
 
+@pytest.mark.parametrize("rows", [24, 58, 300])
+def test_a_boundary_whose_tile_is_no_number(rows: int) -> None:
+    """Rows of a tile whose pre is no number at all, and of others some of whose are none, do not reach other rows."""
+    streams, written, pre, mixing, norm = (to_gpu(x) for x in boundary(rows, 5120))
+    spoiled = pre.clone()
+    spoiled[8:16] = spoiled[1::7] = float("nan")
+    expected = flat(on_gpu(mega_mhc, streams, written, pre, mixing, norm))
+    clean = ~spoiled.isnan().any(1)
+    for one, other in zip(flat(on_gpu(mega_mhc, streams, written, spoiled, mixing, norm)), expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one[clean], other[clean])
+
+
 @pytest.mark.parametrize(
     ("hidden", "experts", "top_k"), [(64, 8, 2), (96, 30, 4), (256, 16, 4), (5120, 384, 6), (5120, 128, 3), (5120, 501, 8)]
 )

@@ -32,6 +32,10 @@ __device__ inline void copy_box(void* shared, const CUtensorMap* map, int x, int
                  : "memory");
 }
 
+__device__ inline void prefetch_box(const CUtensorMap* map, int x, int y, int z) {  // to L2
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
 // A map, in the launch's parameters, that a thread will soon use.
 __device__ inline void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 

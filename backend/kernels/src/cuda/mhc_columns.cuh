@@ -9,23 +9,32 @@
 
 namespace cedar::cuda {
 
-constexpr int kTokens = 8, kUnit = 32;  // columns of a warp
-constexpr int kVector = 8;              // bf16 of a lane's access
+constexpr int kUnit = 32;    // columns of a warp
+constexpr int kVector = 8;   // bf16 of a lane's access
 constexpr int kSquares = kOutputs, kNormSquares = kOutputs + 1, kSums = kOutputs + 2;
 constexpr int kFnStream = kOutputs * kUnit * int(sizeof(float)), kFnBytes = kStreams * kFnStream;
 constexpr int kCoefficients = (2 + kStreams) * kStreams * int(sizeof(float));  // of a token
 
-// A block's part of a tile that has come: of each stream, then of output, the even tokens' columns; the odd tokens'; then the tokens'
-// pre, post and comb. Odd tokens begin half a line later, so that eight lanes' loads, of two tokens, meet every bank once.
+constexpr int kStreamsBytes = kTokens * kStreams * kUnit * int(sizeof(Bf16)), kOutputBytes = kTokens * kUnit * int(sizeof(Bf16));  // of a warp
+
+// A block's part of a tile that has come. kPairs: the streams are, of each pair of warps, rows of 128 bytes, of a token's streams one
+// after the other, swizzled by the copy engine: eight lanes' loads, of two tokens, meet every bank once. Else, for widths that are
+// not of pairs, rows of 64 bytes of each warp. Then come each warp's rows of output, and the tokens' pre, post and comb.
+template <bool kPairs>
 struct Stage {
+    static constexpr int kWidth = kPairs ? 2 * kUnit : kUnit;  // columns of a row
     int warps;  // of columns
-    __host__ __device__ int row() const { return warps * kUnit * int(sizeof(Bf16)); }
-    __host__ __device__ int stream() const { return kTokens / 2 * row(); }
-    __host__ __device__ int token(int token) const { return token % 2 * ((kStreams + 1) * stream() + 64) + token / 2 * row(); }
-    __host__ __device__ int pre() const { return 2 * (kStreams + 1) * stream() + 128; }
+    // Of a lane's 16 bytes of stream `stream`.
+    __device__ static uint32_t streams(uint32_t warp, uint32_t token, uint32_t quad, uint32_t stream) {
+        const uint32_t row = token * kStreams + stream;
+        return kPairs ? warp / 2 * (2 * kStreamsBytes) + row * 128 + ((warp % 2 * 4 + quad) ^ token % 2 * 4 ^ stream) * 16
+                      : warp * kStreamsBytes + row * 64 + quad * 16;
+    }
+    __host__ __device__ int output() const { return warps * kStreamsBytes; }
+    __host__ __device__ int pre() const { return output() + warps * kOutputBytes; }
     __host__ __device__ int post() const { return pre() + kTokens * kStreams * int(sizeof(float)); }
     __host__ __device__ int comb() const { return post() + kTokens * kStreams * int(sizeof(float)); }
-    __host__ __device__ int bytes() const { return pre() + kTokens * kCoefficients; }
+    __host__ __device__ int bytes() const { return (pre() + kTokens * kCoefficients + 1023) / 1024 * 1024; }
 };
 
 __device__ inline float2 unpack(uint32_t pair) { return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)); }
@@ -116,18 +125,17 @@ struct Columns {
         return first + uint64_t(row) * (width * uint32_t(sizeof(Bf16)));
     }
 
-    // A tile that has come; columns: the lane's of the first stream. The stage may be overwritten when all lanes have come back.
-    __device__ void read(Stage at, const unsigned char* stage, const unsigned char* columns, uint4 (&streams)[kStreams], float (&pre)[kStreams],
+    // A tile that has come. The stage may be overwritten when all lanes have come back.
+    __device__ void read(Stage<(kHidden > 0)> at, const unsigned char* stage, uint32_t warp, uint4 (&streams)[kStreams], float (&pre)[kStreams],
                          Written& written) const {
         if (!inside) return;
         const uint32_t token = lane / 4;
-        const auto piece = [&](uint32_t i) { return *reinterpret_cast<const uint4*>(columns + i * at.stream()); };
         const auto values = [&](int place) { return reinterpret_cast<const float*>(stage + place); };
 #pragma unroll
-        for (int i = 0; i < kStreams; ++i) streams[i] = piece(i);
+        for (int i = 0; i < kStreams; ++i) streams[i] = *reinterpret_cast<const uint4*>(stage + at.streams(warp, token, lane % 4, i));
         if (norms()) load_pack(values(at.pre()) + token * kStreams, pre);
         if (!expands()) return;
-        written.output = piece(kStreams);
+        written.output = *reinterpret_cast<const uint4*>(stage + at.output() + warp * kOutputBytes + lane * 16);
         load_pack(values(at.post()) + token * kStreams, written.post);
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) load_pack(values(at.comb()) + token * kCells + i * kStreams, written.comb[i]);
@@ -177,9 +185,9 @@ struct Columns {
         sums.square = sum_lanes(square, 4), sums.norm_square = sum_lanes(norm_square, 4);
     }
 
-    // The products of S tiles' tokens with the warp's columns of fn, which are looked at once.
-    template <int S>
-    __device__ void multiply(uint4 (&streams)[S][kStreams], const unsigned char* fn, Sums (&sums)[S]) const {
+    // The products of S tiles' tokens with the warp's columns of fn, which are looked at once; the first kKept pieces are in registers.
+    template <int S, int kKept>
+    __device__ void multiply(uint4 (&streams)[S][kStreams], const unsigned char* fn, const uint4 (&kept)[kKept + 1], Sums (&sums)[S]) const {
         if (!mixes() || !inside) return;
         const uint4* pieces = reinterpret_cast<const uint4*>(fn) + lane;
 #pragma unroll
@@ -194,7 +202,8 @@ struct Columns {
             for (int t = 0; t < 2; ++t)
 #pragma unroll
                 for (int m = 0; m < 3; ++m) {
-                    const uint4 w = pieces[((i * 2 + t) * 3 + m) * kWarp];
+                    const int at = (i * 2 + t) * 3 + m;
+                    const uint4 w = at < kKept ? kept[at < kKept ? at : 0] : pieces[at * kWarp];
 #pragma unroll
                     for (int j = 0; j < S; ++j)
                         multiply_bf16(sums[j].products[m], w.x, w.y, w.z, w.w, part(streams[j][i], 2 * t), part(streams[j][i], 2 * t + 1));
@@ -226,43 +235,36 @@ struct Columns {
     }
 };
 
-// ---- a block's part of a tile: copies of a row of one token each, then of all tokens' coefficients ----
-
-constexpr int kCopyWarps = 5;  // that order a tile's copies: the engine takes one at a time, so one warp would be slow
-constexpr uint32_t kRowCopies = (kStreams + 1) * kTokens, kCopies = kRowCopies + 3, kWarpCopies = (kCopies + kCopyWarps - 1) / kCopyWarps;
-static_assert(kWarpCopies <= kWarp, "a lane has one copy");
+// ---- a block's part of a tile: a box of the streams, one of output and the tokens' coefficients, each in the order of one lane ----
 
 template <int kHidden>
 struct TileCopies {
+    using Part = Stage<(kHidden > 0)>;
     const Columns<kHidden>& columns;  // of the block
-    Stage stage;
-    uint32_t bytes;  // of a row
+    Part stage;
+    const CUtensorMap *streams, *output;
 
-    // Rows behind the last are not copied: what comes of them is nowhere stored.
     __device__ uint32_t live(uint32_t row) const { return min(uint32_t(kTokens), uint32_t(columns.a.rows) - row); }
+    // Boxes are whole, with zeros behind the last row or column; of the coefficients, those of rows that there are.
     __device__ uint32_t all_bytes(uint32_t row) const {
         const uint32_t values = (columns.norms() ? kStreams : 0) + (columns.expands() ? kStreams + kCells : 0);
-        return live(row) * ((kStreams + columns.expands()) * bytes + values * uint32_t(sizeof(float)));
+        return (columns.expands() ? stage.pre() : stage.output()) + live(row) * values * uint32_t(sizeof(float));
     }
-    // This lane's copy of those of warp `part`: order(place in the stage, from, bytes).
-    template <class Order>
-    __device__ void order(uint32_t row, uint32_t part, const Order& order) const {
+    // This lane's copy: box(place in the stage, tensor, row, number of the first columns), or run(place, from, bytes).
+    template <class Box, class Run>
+    __device__ void order(uint32_t row, const Box& box, const Run& run) const {
         const auto& a = columns.a;
-        const uint32_t number = part * kWarpCopies + columns.lane, hidden = columns.hidden();
-        if (columns.lane >= kWarpCopies || number >= kCopies) return;
-        if (number < kRowCopies) {  // of stream number % 4 of token number / 4, then the outputs
-            const bool written = number >= kStreams * kTokens;
-            const uint32_t token = written ? number - kStreams * kTokens : number / kStreams, stream = written ? kStreams : number % kStreams;
-            if (token >= live(row) || bytes == 0 || written && !columns.expands()) return;
-            const unsigned char* const from = written ? columns.place(a.output, row + token, hidden)
-                                                      : columns.place(a.streams, (row + token) * kStreams + stream, hidden);
-            order(stream * stage.stream() + stage.token(token), from, bytes);
-        } else {
-            const uint32_t kind = number - kRowCopies, width = kind == 2 ? kCells : kStreams;
-            const float* const from = kind == 0 ? a.pre : kind == 1 ? a.post : a.comb;
+        const uint32_t lane = columns.lane, kind = lane - 2;
+        if (lane == 0) {
+            box(0, streams, row * kStreams, columns.column / Part::kWidth);
+        } else if (lane == 1) {
+            if (columns.expands()) box(stage.output(), output, row, columns.column / kUnit);
+        } else if (kind < 3) {
             if (!(kind == 0 ? columns.norms() : columns.expands())) return;
-            order(kind == 0 ? stage.pre() : kind == 1 ? stage.post() : stage.comb(), from + uint64_t(row) * width,
-                  live(row) * width * uint32_t(sizeof(float)));
+            const uint32_t width = kind == 2 ? kCells : kStreams;
+            const float* const from = kind == 0 ? a.pre : kind == 1 ? a.post : a.comb;
+            run(kind == 0 ? stage.pre() : kind == 1 ? stage.post() : stage.comb(), from + uint64_t(row) * width,
+                live(row) * width * uint32_t(sizeof(float)));
         }
     }
 };
