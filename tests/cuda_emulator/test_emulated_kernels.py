@@ -54,8 +54,9 @@ SMALL = [
     ),
     pytest.param(
         "_index",
-        "worse_entry or few_entries and not 33 or float32 and True or restricted_search and 100 or equal_scores and not 70000 "
-        "or strided or nobody_sees or no_number or exact_scores and lengths0 or scored_wrong and 9-",
+        "worse_entry or few_entries and not 33 and not tens or tens_of_rows and (6 or 7) or float32 and True "
+        "or restricted_search and 100 or equal_scores and not 70000 or strided or nobody_sees or no_number "
+        "or exact_scores and lengths0 or scored_wrong and 9-",
         id="mqa_logits_topk",
     ),
     pytest.param(

@@ -91,4 +91,5 @@ def test_assembly_is_translated_otherwise() -> None:
     bound = "auto&& asm_0 = (a[0]); auto&& asm_1 = (b); auto&& asm_2 = (p);"
     assert translate(vector) == f"{{ {bound} ::emulated::ptx::ld_x_v2(::emulated::registers(asm_0, asm_1), asm_2); }}"
     predicated = 'asm("{.reg .pred p; x.y p, %0; @!p z %0, 1;}" : "=r"(a));'
-    assert translate(predicated) == "{ auto&& asm_0 = (a); bool p; ::emulated::ptx::x_y(p, asm_0); if (!p) ::emulated::ptx::z(asm_0, 1); }"
+    calls = "::emulated::ptx::x_y(p, asm_0); if (!p) ::emulated::ptx::z(asm_0, 1);"
+    assert translate(predicated) == f"{{ auto&& asm_0 = (a); bool p; {calls} }}"

@@ -205,6 +205,25 @@ def test_a_cluster_chooses_others_of_few_entries(top_k: int, times: int, coarse:
         assert index[row].tolist() == [*range(min(top_k, visible)), *[-1] * (top_k - visible)]
 
 
+@pytest.mark.parametrize("rows", [6, 7, 30, 48, 50, 54, 80])
+def test_tens_of_rows_choose_others_of_few_entries(rows: int) -> None:
+    """Clusters of other sizes search, in calls one after the other, whose launches begin early."""
+    lengths = [16384 if row % 7 == 4 else 1 + 997 * row % 5000 for row in range(rows)]
+    cases = [case(lengths, coarse=True, shared=True, top_k=100, seed=0)]
+    cases.append(restricted(replace(cases[0], query=cases[0].query.roll(1, 0)), 700))
+    alone = []
+    for x in cases:
+        alone.append(x.run()[:2])
+        torch.cuda.synchronize()
+        x.check([*alone[-1], None], True)
+        for row in (0, rows // 2, rows - 1):
+            one = replace(x, most=max(lengths)).rows(slice(row, row + 1)).run()[:2]
+            assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(one, alone[-1], strict=True))
+    for results in ([x.run()[:2] for x in cases] for _ in range(3)):
+        for result, expected in zip(results, alone, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_few_entries_are_chosen_otherwise_where_the_best_crowd(seed: int) -> None:
     """Random lengths, and spans with most of the best, which may be too many to be sent as they are, or all alike."""

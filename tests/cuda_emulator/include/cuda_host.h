@@ -7,12 +7,18 @@
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801 };
 using cudaStream_t = void*;
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension, cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeClusterDimension,
+    cudaLaunchAttributeProgrammaticStreamSerialization,
+    cudaLaunchAttributeClusterSchedulingPolicyPreference
+};
+enum cudaClusterSchedulingPolicy { cudaClusterSchedulingPolicyDefault, cudaClusterSchedulingPolicySpread, cudaClusterSchedulingPolicyLoadBalancing };
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
     struct {
         struct { unsigned x, y, z; } clusterDim;
         int programmaticStreamSerializationAllowed;
+        cudaClusterSchedulingPolicy clusterSchedulingPolicyPreference;
     } val;
 };
 struct cudaLaunchConfig_t {
@@ -100,7 +106,8 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
 
 template <class... P>
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*)(P...), const cudaLaunchConfig_t* config) {
-    return *clusters = std::max(1, ::emulated::processors() / ::emulated::cluster_of(*config)), cudaSuccess;
+    const size_t of_processor = std::min(2048 / size_t(config->blockDim.x), (228 << 10) / (config->dynamicSmemBytes + 1024));
+    return *clusters = std::max(1, ::emulated::processors() * int(of_processor) / ::emulated::cluster_of(*config)), cudaSuccess;
 }
 
 template <class... P, class... A>

@@ -107,20 +107,26 @@ inline int finish(const char* op, cudaError_t error) {
     return fail(CEDAR_FAILED, "%s: %s", op, cudaGetErrorString(error));
 }
 
-// Launch with a cluster of `cluster` blocks in x; early: blocks may begin before the launch before has ended, and must await it.
+// Launch with a cluster of `cluster` blocks in x, placed by a policy; early: blocks may begin before the launch before has ended, and must
+// await it.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster, bool early, void* stream,
-                   Arguments... arguments) {
+cudaError_t launch_placed(cudaClusterSchedulingPolicy placed, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+                          int cluster, bool early, void* stream, Arguments... arguments) {
     if (shared > 32 * 1024) {  // 48 KiB, static shared memory included, need no leave
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
         if (error != cudaSuccess) return error;
     }
-    cudaLaunchAttribute attributes[2];
+    cudaLaunchAttribute attributes[3];
     unsigned count = 0;
     if (cluster > 1) {
         attributes[count].id = cudaLaunchAttributeClusterDimension;
         attributes[count].val.clusterDim.x = unsigned(cluster);
         attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+        ++count;
+    }
+    if (placed != cudaClusterSchedulingPolicyDefault) {
+        attributes[count].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+        attributes[count].val.clusterSchedulingPolicyPreference = placed;
         ++count;
     }
     if (early) {
@@ -136,6 +142,36 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t
     config.attrs = attributes;
     config.numAttrs = count;
     return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, int cluster, bool early, void* stream,
+                   Arguments... arguments) {
+    return launch_placed(cudaClusterSchedulingPolicyDefault, kernel, grid, threads, shared, cluster, early, stream, arguments...);
+}
+
+// Clusters that run at the same time.
+template <class... Parameters>
+int places_of(void (*kernel)(Parameters...), int threads, size_t shared, int cluster,
+              cudaClusterSchedulingPolicy placed = cudaClusterSchedulingPolicyDefault) {
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = unsigned(cluster);
+    attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+    attributes[1].val.clusterSchedulingPolicyPreference = placed;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(cluster));
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = shared;
+    config.attrs = attributes;
+    config.numAttrs = placed == cudaClusterSchedulingPolicyDefault ? 1 : 2;
+    int places = 0;
+    const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)) == cudaSuccess &&
+                       (cluster <= 8 || cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess) &&
+                       cudaOccupancyMaxActiveClusters(&places, kernel, &config) == cudaSuccess;
+    if (!known) cudaGetLastError();  // the launch that follows is not to be blamed
+    return known && places > 0 ? places : 1;
 }
 
 }  // namespace cedar::cuda

@@ -210,26 +210,6 @@ __global__ void __launch_bounds__(GroupTile<kBlocks, kGroups, kTokens>::kThreads
     }
 }
 
-// Clusters that run at the same time.
-template <class... Parameters>
-int places_of(void (*kernel)(Parameters...), int threads, size_t shared, int cluster) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = unsigned(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(cluster));
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = shared;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int places = 0;
-    const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)) == cudaSuccess &&
-                       cudaOccupancyMaxActiveClusters(&places, kernel, &config) == cudaSuccess;
-    if (!known) cudaGetLastError();  // the launch that follows is not to be blamed
-    return known && places > 0 ? places : 1;
-}
-
 template <int kBlocks, int kGroups, int kTokens>
 int places_of_groups() {
     using T = GroupTile<kBlocks, kGroups, kTokens>;

@@ -182,6 +182,11 @@ bool are_together(const Search& s) { return s.a.candidates == nullptr && s.rows 
 // Whether a launch scores and chooses.
 bool are_few(const Search& s) { return s.a.published == nullptr && !are_together(s) && columns_of(s.a) <= kFewColumns; }
 
+// How blocks of a cluster are placed: large clusters fit more often where they may share multiprocessors.
+template <class W>
+constexpr cudaClusterSchedulingPolicy kPlaced =
+    W::kBlocks == 9 ? cudaClusterSchedulingPolicyLoadBalancing : cudaClusterSchedulingPolicyDefault;
+
 template <int D, class W>
 cudaError_t run_few(const Search& s, void* stream) {
     if (W::kBlocks > 8) {
@@ -189,7 +194,14 @@ cudaError_t run_few(const Search& s, void* stream) {
         if (error != cudaSuccess) return error;
     }
     const dim3 grid{unsigned(W::kBlocks), unsigned(s.rows)};
-    return launch(search_few<D, W>, grid, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, true, stream, s);
+    return launch_placed(kPlaced<W>, search_few<D, W>, grid, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, true, stream, s);
+}
+
+// Rows that are searched at a time.
+template <int D, class W>
+int places_of_few() {
+    static const int places = places_of(search_few<D, W>, W::kThreads, sizeof(FewMemory<D, W>), W::kBlocks, kPlaced<W>);
+    return places;
 }
 
 template <int D, class W>
@@ -206,6 +218,14 @@ cudaError_t run_rows(const Search& s, int multiprocessors, void* stream) {
     if (are_few(s)) {  // all of a multiprocessor for a block, while there are as many
         if (s.rows * 16 <= multiprocessors) return run_few<D, FewWay<16, 256, 2>>(s, stream);
         if (s.rows * 8 <= multiprocessors) return run_few<D, FewWay<8, 256, 2>>(s, stream);
+        // clusters of five fill multiprocessors with two fifths of a row, those of nine with four ninths; full groups of
+        // multiprocessors are left some room, since a launch before may be in the way
+        using Fives = FewWay<5, 256, 2>;
+        using Nines = FewWay<9, 128, 4>;
+        if (s.rows * Fives::kBlocks > multiprocessors) {
+            if (s.rows * 16 <= places_of_few<D, Fives>() * 13) return run_few<D, Fives>(s, stream);
+            if (s.rows * 16 <= places_of_few<D, Nines>() * 15) return run_few<D, Nines>(s, stream);
+        }
         return run_few<D, FewWay<8, 128, 4>>(s, stream);
     }
     if (are_together(s)) return run_scores<D, Together>(s, multiprocessors, stream);

@@ -29,16 +29,17 @@ __global__ void __launch_bounds__(W::kThreads, W::kPerSm) search_few(const Searc
         for (int i = self; i < width; i += all) write_entry(s, row, sight.base, i, i < sight.visible ? i : -1);
         return;
     }
-    uint32_t highest = 0;
+    uint32_t highest = 0, second = 0;
     const Share share = score_rows(s, row, 1, sight, part, memory.score, [&](int, int, int here, bool is_entry, float score) {
         const uint32_t bits = is_entry ? ordered_bits(score) : 0;
         const int lane = int(threadIdx.x) % kWarp;
         memory.keys[(here + lane % 4) * kBlockRows + lane / 4] = bits;
+        second = max(second, min(highest, bits));
         highest = max(highest, bits);
     });
     __syncwarp();
     const int count = (share.end - share.begin) * kBlockRows;
-    const Range range = few.range_of(highest, wanted);
+    const Range range = few.range_of(highest, second, wanted);
     const auto place = [&](int i, int item) {
         const int block = item / kBlockRows, inside = item % kBlockRows;
         a.index[row * width + i] = int64_t(memory.score.numbers[block]) * kBlockRows + inside;

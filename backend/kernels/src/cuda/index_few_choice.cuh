@@ -8,33 +8,33 @@
 
 namespace cedar::cuda::index {
 
-constexpr int kFewColumns = 16384, kLeastFewBlocks = 8;
-constexpr int kFewKeys = kFewColumns / kLeastFewBlocks;  // of a block
-static_assert(kFewKeys % kRun == 0, "whole runs");
+constexpr int kFewColumns = 16384;
+// Keys of a block of a cluster: whole steps, of which the last may be of fewer runs.
+constexpr int few_keys(int blocks, int step) { return (kFewColumns + blocks * step - 1) / (blocks * step) * step; }
 constexpr int kFewDigit = 8, kFewBins = 1 << kFewDigit, kFewPasses = 32 / kFewDigit, kFewCounters = kFewBins / 2;  // threads
 
 // Blocks of a cluster. The memory of copies is later that of all blocks' counts of two passes.
 template <int Blocks, int Threads, int PerSm>
 struct FewWay
-    : Way<1, Threads, PerSm, kFewKeys / kBlockRows, 2 * Blocks * kFewBins * int(sizeof(uint32_t))> {
+    : Way<1, Threads, PerSm, few_keys(Blocks, Threads / kWarp * kRun) / kBlockRows, 2 * Blocks * kFewBins * int(sizeof(uint32_t))> {
     static constexpr int kBlocks = Blocks, kShares = Blocks, kCountBytes = Blocks * kFewBins * int(sizeof(uint32_t));
-    static_assert(Blocks >= kLeastFewBlocks && Blocks * Threads / kWarp % kWarp == 0);
 };
 
 template <int D, class W>
 struct FewMemory {
+    static constexpr int kKeys = W::kListed * kBlockRows;  // of this block
     static constexpr int kRingWords = int(sizeof(ScoreMemory<D, W>::ring) / sizeof(uint32_t)) / W::kBlocks;
-    static constexpr int kRoom = (kRingWords < kFewKeys ? kRingWords : kFewKeys) / 4 * 4;  // keys of a block that the others take
+    static constexpr int kRoom = (kRingWords < kKeys ? kRingWords : kKeys) / 4 * 4;  // keys of a block that the others take
     static_assert(kRoom <= 0xffff);
     uint64_t ranges_landed, lists_landed, counts_landed[kFewPasses];
     alignas(8) uint32_t listed[W::kBlocks][2];                   // first: keys that each block has listed
     uint32_t members, starts[2][W::kWarps];
     alignas(16) uint32_t list[kRoom];                            // of this block
     uint16_t items[kRoom];                                       // what the listed keys are of
-    uint32_t inside[kWarp];                                      // keys that the cut is among
+    alignas(16) uint32_t inside[kWarp];                          // keys that the cut is among, then zeros
     alignas(16) Range ranges[W::kBlocks][W::kWarps];             // of each warp of the cluster
     alignas(32) uint32_t bins[kFewPasses][kFewBins];             // this block's counts
-    alignas(16) uint32_t keys[kFewKeys];
+    alignas(16) uint32_t keys[kKeys];
     uint32_t sums[W::kWarps];
     ScoreMemory<D, W> score;
 
@@ -70,10 +70,11 @@ struct FewSearch {
             for (int i = 0; i < kFewPasses; ++i) init_barrier(&memory.counts_landed[i], 1);
             publish_barriers();
             announce_bytes(&memory.ranges_landed, sizeof(memory.ranges));
-            announce_bytes(&memory.score.query_landed, QueryPart<D, W>::kOthersBytes);
+            announce_bytes(&memory.score.query_landed, QueryPart<D, W>::others_bytes());
             memory.members = 0;
             for (int i = 0; i < kFewPasses; ++i) announce_bytes(&memory.counts_landed[i], W::kCountBytes);
         }
+        if (threadIdx.x < kWarp) memory.inside[threadIdx.x] = 0;
         uint4* const bins = reinterpret_cast<uint4*>(memory.bins);
         for (int i = threadIdx.x; i < kFewPasses * kFewBins / 4; i += T) bins[i] = make_uint4(0, 0, 0, 0);
         __syncwarp();
@@ -84,18 +85,25 @@ struct FewSearch {
         send_pair(address_in(shared_address(place), to), address_in(shared_address(barrier), to), __uint_as_float(x), __uint_as_float(y));
     }
 
-    // Between what the k best keys, and maybe some more, are. highest: of this thread's keys, 0 where it has none. Of each warp, as many
-    // threads have a highest key at or above the warp's bound as make k over all warps.
-    __device__ Range range_of(uint32_t highest, int k) const {
+    // Between what the k best keys, and maybe some more, are. highest, second: of this thread's keys, 0 where it has none. Of each warp, as
+    // many of these are at or above the warp's bound as make k over all warps.
+    __device__ Range range_of(uint32_t highest, uint32_t second, int k) const {
         constexpr int kWarps = W::kBlocks * W::kWarps;
         const int rank_wanted = (k + kWarps - 1) / kWarps;
-        uint32_t bound = 0, left = rank_wanted <= kWarp ? highest : 0;
-#pragma unroll 4
-        for (int i = 0; i < min(rank_wanted, kWarp); ++i) {
-            bound = __reduce_max_sync(kAllLanes, left);
-            if (left == bound) left = 0;
-        }
         const uint32_t most = __reduce_max_sync(kAllLanes, highest);
+        // the best of the second keys first: with those above it, it is commonly about the seventh
+        uint32_t bound = __reduce_max_sync(kAllLanes, second), left = highest;
+        int reached = __popc(__ballot_sync(kAllLanes, highest >= bound)) + 1;
+        if (reached > rank_wanted)
+            reached = 0;
+        else if (highest >= bound)
+            left = second == bound ? 0 : second, second = 0;
+#pragma unroll 4
+        for (; reached < min(rank_wanted, 2 * kWarp); ++reached) {
+            bound = __reduce_max_sync(kAllLanes, left);
+            if (left == bound) left = second, second = 0;
+        }
+        if (rank_wanted > 2 * kWarp) bound = 0;
         if (lane < W::kBlocks) send_words(lane, &memory.ranges[rank][threadIdx.x / kWarp].least, &memory.ranges_landed, bound, most);
         __syncthreads();  // the block's keys are there
         await_phase(&memory.ranges_landed, 0);
@@ -103,8 +111,9 @@ struct FewSearch {
         const Range* const all = memory.ranges[0];
 #pragma unroll
         for (int i = 0; i < kWarps; i += kWarp) {
-            range.least = min(range.least, all[i + lane].least);
-            range.most = max(range.most, all[i + lane].most);
+            const Range& one = all[min(i + lane, kWarps - 1)];
+            range.least = min(range.least, one.least);
+            range.most = max(range.most, one.most);
         }
         range.least = max(__reduce_min_sync(kAllLanes, range.least), 1u);
         range.most = max(__reduce_max_sync(kAllLanes, range.most), range.least);
@@ -161,7 +170,7 @@ struct FewSearch {
     // Lists what of this block's `count` keys reaches `least`, and sends it to all blocks if it is not too much. Whether all blocks' keys
     // are in the lists, which have landed.
     __device__ bool exchange_lists(int count, uint32_t least) const {
-        static_assert(kFewKeys / T <= 32 && T % W::kBlocks == 0);
+        static_assert(FewMemory<D, W>::kKeys <= 32 * T, "a bit of each of a thread's");
         constexpr int kRoom = FewMemory<D, W>::kRoom;
         const int run = (count + 4 * T - 1) / (4 * T) * 4, first = int(threadIdx.x) * run;
         uint32_t mine = 0;  // a bit of each
@@ -189,60 +198,86 @@ struct FewSearch {
         }
         const uint32_t there = address_in(shared_address(memory.keys_of(rank)), to);
 #pragma unroll 1
-        for (int i = int(threadIdx.x) / W::kBlocks; i < pieces; i += T / W::kBlocks)
+        for (int i = int(threadIdx.x) / W::kBlocks; i < pieces && is_of_team(); i += kTeam)
             send(there + i * sizeof(float4), landed, reinterpret_cast<const float4*>(memory.list)[i]);
         await_phase(&memory.lists_landed, 0);
         return __reduce_max_sync(kAllLanes, memory.listed[lane % W::kBlocks][0]) <= kRoom;
     }
 
-    // Calls what is given with this thread's part of the listed keys of block `listed_by`, and with zeros.
-    static constexpr int kTeam = T / W::kBlocks;
+    // As many threads for each block's keys; the last threads may be left over.
+    static constexpr int kTeam = T / W::kBlocks, kHeld = 2;
+    __device__ static bool is_of_team() { return T % W::kBlocks == 0 || int(threadIdx.x) < kTeam * W::kBlocks; }
     __device__ int listed_by() const { return int(threadIdx.x) / kTeam; }
-    template <class Take>
-    __device__ void each_listed(const Take& take) const {
-        const uint4* const keys = reinterpret_cast<const uint4*>(memory.keys_of(listed_by()));
-        const int pieces = (int(memory.listed[listed_by()][0]) + 3) / 4;
+
+    // A thread's part of the listed keys of block `listed_by`, in fours, zeros where there are no more: commonly all are in registers.
+    struct Part {
+        const uint4* keys;
+        int next, pieces;
+        uint4 held[kHeld];
+
+        template <class Take>
+        __device__ void each(const Take& take) const {
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) take(held[i]);
 #pragma unroll 1
-        for (int i = int(threadIdx.x) % kTeam; i < pieces; i += kTeam) {
-            const uint4 four = keys[i];
-            take(four.x), take(four.y), take(four.z), take(four.w);
+            for (int i = next; i < pieces; i += kTeam) take(keys[i]);
         }
+    };
+
+    __device__ Part part_of_listed() const {
+        Part part{reinterpret_cast<const uint4*>(memory.keys_of(listed_by())), int(threadIdx.x) % kTeam, 0};
+        if (is_of_team()) part.pieces = (int(memory.listed[listed_by()][0]) + 3) / 4;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i, part.next += kTeam)
+            part.held[i] = part.next < part.pieces ? part.keys[part.next] : make_uint4(0, 0, 0, 0);
+        return part;
     }
 
     // The cut of the listed keys, of which the best `wanted` are less than all: every block finds it by itself.
-    __device__ Cut cut_lists(uint32_t wanted, const Range& range) const {
-        uint32_t prefix = 0;
+    __device__ Cut cut_lists(const Part& part, uint32_t wanted, const Range& range) const {
+        uint32_t least = range.least;
         int known = 32 - __clz(int((range.most - range.least) | 1));
 #pragma unroll 1
-        for (int pass = 0; known > 0; ++pass) {
-            const int digit = min(known, kFewDigit);
-            each_listed([&](uint32_t key) { count_key(pass, key, range.least, prefix, known, digit); });
+        for (int pass = 0;; ++pass) {
+            const int digit = min(known, kFewDigit), shift = known - digit;
+            const uint32_t furthest = 0xffffffffu >> (32 - known);
+            uint32_t* const bins = memory.bins[pass];
+            const auto count = [&](uint32_t key) {
+                if (key >= least && key - least <= furthest) atomicAdd(bins + ((key - least) >> shift), 1u);
+            };
+            part.each([&](const uint4& four) { count(four.x), count(four.y), count(four.z), count(four.w); });
             __syncthreads();
             const Digit found = find_digit(pass, wanted);
-            known -= digit;
-            prefix = prefix << digit | found.digit;
+            known = shift;
+            least += found.digit << shift;
             wanted -= found.before;
-            if (found.inside == wanted) return {range.least + (prefix << known), kEvery};
-            if (found.inside <= kWarp && known > 0) return cut_inside(found.inside, wanted, range.least + (prefix << known), known);
+            if (found.inside == wanted) return {least, kEvery};
+            if (known == 0) return {least, wanted};
+            if (found.inside <= kWarp) return cut_inside(part, found.inside, wanted, least, known);
         }
-        return {range.least + prefix, wanted};
     }
 
     // The same where the cut is among no more keys than a warp has lanes: those that differ from `least`, and above it, in the lowest bits
     // alone.
-    __device__ Cut cut_inside(uint32_t count, uint32_t wanted, uint32_t least, int bits) const {
-        each_listed([&](uint32_t key) {
-            if (key >= least && (key - least) >> bits == 0) memory.inside[atomicAdd(&memory.members, 1u)] = key;
+    __device__ Cut cut_inside(const Part& part, uint32_t count, uint32_t wanted, uint32_t least, int bits) const {
+        const uint32_t end = 1u << bits;
+        part.each([&](const uint4& four) {
+            if (min(min(four.x - least, four.y - least), min(four.z - least, four.w - least)) >= end) return;  // of most threads
+            const auto add = [&](uint32_t key) {
+                if (key - least < end && key >= least) memory.inside[atomicAdd(&memory.members, 1u)] = key;
+            };
+            add(four.x), add(four.y), add(four.z), add(four.w);
         });
         __syncthreads();
-        const uint32_t own = uint32_t(lane) < count ? memory.inside[lane] : 0;
+        const uint32_t own = memory.inside[lane];  // zeros are no keys
         uint32_t above = 0, through = 0;
-#pragma unroll 4
-        for (uint32_t i = 0; i < count; ++i) {
-            const uint32_t other = memory.inside[i];
-            above += other > own, through += other >= own;
+#pragma unroll 2
+        for (uint32_t i = 0; i < count; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(memory.inside + i);
+            above += uint32_t(four.x > own) + uint32_t(four.y > own) + uint32_t(four.z > own) + uint32_t(four.w > own);
+            through += uint32_t(four.x >= own) + uint32_t(four.y >= own) + uint32_t(four.z >= own) + uint32_t(four.w >= own);
         }
-        const bool is_cut = uint32_t(lane) < count && above < wanted && through >= wanted;
+        const bool is_cut = own != 0 && above < wanted && through >= wanted;
         const int at = __ffs(int(__ballot_sync(kAllLanes, is_cut))) - 1;
         return {__shfl_sync(kAllLanes, own, at), wanted - __shfl_sync(kAllLanes, above, at)};
     }
@@ -250,27 +285,33 @@ struct FewSearch {
     // Of the listed keys the best `wanted`, or all when there are fewer: place(i, item) those of this block. The number of all.
     template <class Place>
     __device__ uint32_t choose_listed(uint32_t wanted, const Range& range, const Place& place) const {
+        const Part part = part_of_listed();
         const uint32_t all = __reduce_add_sync(kAllLanes, lane < W::kBlocks ? memory.listed[lane][0] : 0);
-        const Cut best = all <= wanted ? Cut{range.least, kEvery} : cut_lists(wanted, range);
+        const Cut best = all <= wanted ? Cut{range.least, kEvery} : cut_lists(part, wanted, range);
         const auto place_of = [&](uint32_t key) { return uint32_t(key > best.least) + (uint32_t(key == best.least) << 16); };
-        uint32_t earlier = 0, mine = 0;  // of other blocks', and of this thread's: above, and 2^16 times those that equal
-        if (listed_by() < rank) each_listed([&](uint32_t key) { earlier += place_of(key); });
-        const int count = int(memory.listed[rank][0]), run = (count + T - 1) / T;
-        const int first = min(int(threadIdx.x) * run, count), last = min(first + run, count);
-#pragma unroll 1
-        for (int i = first; i < last; ++i) mine += place_of(memory.list[i]);
-        const uint32_t through = warp_prefix_sum(mine);
+        uint32_t earlier = 0, mine = 0;  // of other blocks', and of this warp's: above, and 2^16 times those that equal
+        if (listed_by() < rank)
+            part.each([&](const uint4& four) { earlier += place_of(four.x) + place_of(four.y) + place_of(four.z) + place_of(four.w); });
         earlier = __reduce_add_sync(kAllLanes, earlier);
-        if (lane == kWarp - 1) memory.starts[0][threadIdx.x / kWarp] = through, memory.starts[1][threadIdx.x / kWarp] = earlier;
-        __syncthreads();
-        const uint32_t start = lane < W::kWarps ? memory.starts[1][lane] + (lane < int(threadIdx.x) / kWarp ? memory.starts[0][lane] : 0) : 0;
-        uint32_t before = __reduce_add_sync(kAllLanes, start) + through - mine;
+        const int warp = int(threadIdx.x) / kWarp, count = int(memory.listed[rank][0]), run = (count + T - 1) / T * kWarp;
+        const int first = warp * run, last = min(first + run, count);
+        const auto key_of = [&](int i) { return i < last ? memory.list[i] : 0; };
+        const auto votes = [&](uint32_t key, uint32_t lanes) {
+            return uint32_t(__popc(__ballot_sync(kAllLanes, key > best.least) & lanes) +
+                            (__popc(__ballot_sync(kAllLanes, key == best.least) & lanes) << 16));
+        };
 #pragma unroll 1
-        for (int i = first; i < last; ++i) {
-            const uint32_t key = memory.list[i], equal = before >> 16;
+        for (int i = first; i < last; i += kWarp) mine += votes(key_of(i + lane), kAllLanes);
+        if (lane == 0) memory.starts[0][warp] = mine, memory.starts[1][warp] = earlier;
+        __syncthreads();
+        const uint32_t start = lane < W::kWarps ? memory.starts[1][lane] + (lane < warp ? memory.starts[0][lane] : 0) : 0;
+        uint32_t before = __reduce_add_sync(kAllLanes, start);
+#pragma unroll 1
+        for (int i = first; i < last; i += kWarp) {
+            const uint32_t key = key_of(i + lane), here = before + votes(key, (1u << lane) - 1), equal = here >> 16;
             if (key > best.least || (key == best.least && equal < best.equal))
-                place(int(whole(before) + min(equal, best.equal)), int(memory.items[i]));
-            before += place_of(key);
+                place(int(whole(here) + min(equal, best.equal)), int(memory.items[i + lane]));
+            before += votes(key, kAllLanes);
         }
         return min(all, wanted);
     }

@@ -14,6 +14,7 @@ constexpr int kMostHeads = 32;  // and the columns of the matrix instruction
 constexpr float kQueryUnit = 2.0f, kKeyUnit = 4.0f;  // what 1 is in E5M2 under the largest scale: no sum exceeds a half's range
 constexpr int kKeyScales = 32;  // distances from a key's largest scale; codes at larger ones are zeros in E5M2 as well
 constexpr int kStages = 3;  // runs of a warp that are on their way or scored
+constexpr int kGroup = 128;  // threads of a warp group, which multiply together
 
 // How blocks score: rows together, threads (whole warp groups), blocks of a multiprocessor, key blocks that are looked up at a time,
 // and bytes that the memory of copies has at least.
@@ -22,7 +23,7 @@ struct Way {
     static constexpr int kRows = Rows, kThreads = Threads, kWarps = Threads / kWarp, kPerSm = PerSm, kListed = Listed;
     static constexpr int kLeastRing = LeastRing, kShares = 0;  // blocks that share a row, where they are known
     static constexpr int kStep = kWarps * kRunBlocks;  // key blocks of a block of threads at a time
-    static_assert(Threads % 128 == 0 && Listed % kStep == 0);
+    static_assert(Threads % kGroup == 0 && Listed % kStep == 0);
 };
 using Alone = Way<1, 128, 4, 768, 0>;
 using Together = Way<4, 128, 3, 768, 0>;  // rows of a chunk, which share their keys
@@ -107,18 +108,20 @@ struct ScoreMemory {
     __device__ uint4* raw() { return reinterpret_cast<uint4*>(warp_ring() + (kStages - 1) * kStage) + threadIdx.x % kWarp; }
 };
 
+// The largest power of two that is not above x.
+constexpr int power_below(int x) { return x < 2 ? 1 : 2 * power_below(x / 2); }
+
 // A thread's part of a token's query: a word of codes of every kStep-th head of the block's, which are all, or where blocks share a row
-// as many as make all together. Queries and weights are bf16 or float32: which of them is asked at run time for the sake of fewer
-// kernels.
+// as many as make all together: the last blocks have none where their number is no power of two. Queries and weights are bf16 or
+// float32: which of them is asked at run time for the sake of fewer kernels.
 template <int D, class W>
 struct QueryPart {
     static constexpr bool kShared = W::kShares > 0;
-    static constexpr int kHeads = kShared ? kMostHeads / W::kShares : kMostHeads;
+    static constexpr int kHeads = kMostHeads / power_below(W::kShares);
     static constexpr int kChunks = D / 8, kStep = W::kThreads / kChunks, kItems = (kHeads + kStep - 1) / kStep;
     // threads that prepare, whole warps: the others have no part in it
     static constexpr int kPreparers = kShared ? (kHeads * kChunks + kWarp - 1) / kWarp * kWarp : W::kThreads;
     static constexpr int kRowBytes = 128 * ScoreMemory<D, W>::kMatrices;  // of a head, laid out
-    static constexpr int kOthersBytes = (kMostHeads - kHeads) * (kRowBytes + int(sizeof(float)));
     static_assert(kItems * kWarp * sizeof(uint4) <= ScoreMemory<D, W>::kStage);
     int chunk = int(threadIdx.x) % kChunks, head = first_head() + int(threadIdx.x) / kChunks;
     uint4 bits[kItems];    // of bf16: as they are in memory
@@ -127,6 +130,9 @@ struct QueryPart {
 
     __device__ static int first_head() { return kShared ? int(blockIdx.x) * kHeads : 0; }
     __device__ static int end_head() { return first_head() + kHeads; }
+    // whether the block has heads, and bytes that it gets of the others' heads
+    __device__ static bool has_heads() { return !kShared || first_head() < kMostHeads; }
+    __device__ static int others_bytes() { return (kMostHeads - (has_heads() ? kHeads : 0)) * (kRowBytes + int(sizeof(float))); }
 
     __device__ int64_t place(const Search& s, int64_t row, int item) const {
         return (row * s.a.heads + head + item * kStep) * D + chunk * 8;
@@ -166,11 +172,10 @@ struct QueryPart {
     // Sends the warp's heads, which it has laid out, to the other blocks of the cluster, 16 bytes of each lane, and their scales.
     __device__ static void send_heads(ScoreMemory<D, W>& memory) {
         // rows of 128 bytes: of each head one of each matrix
-        constexpr int kWarpHeads = kWarp / kChunks < kHeads ? kWarp / kChunks : kHeads, kRows = kWarp / 8;
-        static_assert(kHeads <= kRows && ScoreMemory<D, W>::kMatrices * kWarpHeads <= kRows && kWarpHeads % 2 == 0);
+        constexpr int kWarpHeads = kWarp / kChunks < kHeads ? kWarp / kChunks : kHeads, kRows = ScoreMemory<D, W>::kMatrices * kWarpHeads;
+        static_assert(kWarpHeads % 2 == 0 && kHeads % kWarpHeads == 0 && kItems == 1);
         __syncwarp();
-        const int lane = int(threadIdx.x) % kWarp, matrix = lane / 8 / kWarpHeads;
-        const int first = first_head() + int(threadIdx.x) / kWarp * (kWarp / kChunks), head = first + lane / 8 % kWarpHeads;
+        const int lane = int(threadIdx.x) % kWarp, first = first_head() + int(threadIdx.x) / kWarp * (kWarp / kChunks);
         const uint32_t landed = shared_address(&memory.query_landed);
         const auto each_other = [](const auto& send_to) {
 #pragma unroll
@@ -181,11 +186,13 @@ struct QueryPart {
             const uint32_t to = shared_address(pair);
             each_other([&](int block) { send_pair(address_in(to, block), address_in(landed, block), pair[0], pair[1]); });
         }
-        if (head >= end_head() || matrix >= ScoreMemory<D, W>::kMatrices) return;
-        const uint32_t* const place = memory.query[0] + matrix * kMatrixWords + head * 32 + lane % 8 * 4;
-        const float4 piece = *reinterpret_cast<const float4*>(place);
-        const uint32_t to = shared_address(place);
-        each_other([&](int block) { send(address_in(to, block), address_in(landed, block), piece); });
+#pragma unroll
+        for (int i = lane / 8; i < kRows; i += kWarp / 8) {
+            const uint32_t* const place = memory.query[0] + i / kWarpHeads * kMatrixWords + (first + i % kWarpHeads) * 32 + lane % 8 * 4;
+            const float4 piece = *reinterpret_cast<const float4*>(place);
+            const uint32_t to = shared_address(place);
+            each_other([&](int block) { send(address_in(to, block), address_in(landed, block), piece); });
+        }
     }
 };
 

@@ -65,11 +65,15 @@ __device__ Share score_rows(const Search& s, int64_t row, int count, const Sight
         const int64_t other = a.visible[row + t];
         if (is_scored(a, other)) most = max(most, other);
     }
-    const int blocks = key_blocks(s, most), runs = (blocks + kRunBlocks - 1) / kRunBlocks;
-    const uint32_t shares = W::kShares > 0 ? uint32_t(W::kShares) : gridDim.x;
-    const int begin = int(uint32_t(runs) * blockIdx.x / shares) * kRunBlocks;
-    const int end = min(int(uint32_t(runs) * (blockIdx.x + 1) / shares) * kRunBlocks, blocks);
     constexpr bool kShared = QueryPart<D, W>::kShared;
+    // few blocks share whole steps of a warp group, in which its warps take part anyway
+    constexpr int kGroupBlocks = kGroup / kWarp * kRunBlocks, kUnit = kShared ? kGroupBlocks : kRunBlocks;
+    const int blocks = key_blocks(s, most), units = (blocks + kUnit - 1) / kUnit;
+    const uint32_t shares = W::kShares > 0 ? uint32_t(W::kShares) : gridDim.x;
+    // a warp group multiplies as long as one of its warps has a run, and copies no keys that it does not await
+    const int of_group = W::kThreads == kGroup ? 0 : __shfl_sync(kAllLanes, int(threadIdx.x) / kGroup * kGroupBlocks, 0);
+    const int begin = min(int(uint32_t(units) * blockIdx.x / shares) * kUnit, blocks);
+    const int end = min(int(uint32_t(units) * (blockIdx.x + 1) / shares) * kUnit, blocks);
     if (!kShared && begin >= end) return {0, 0};
     const int mine = lane % 4 * kBlockRows + lane / 4;  // where a lane's score lies in its run
     if constexpr (!kShared) __syncthreads();  // nobody reads the last rows' memory
@@ -77,7 +81,7 @@ __device__ Share score_rows(const Search& s, int64_t row, int count, const Sight
     const Keys<D> keys(s, memory.warp_ring(), lane);
     // Starts the copies of the warp's run `i` of the `listed` blocks.
     const auto fetch = [&](int i, int stage, int listed) {
-        if (i * W::kStep < listed) keys.fetch(stage, memory.places + i * W::kStep + self, lane);
+        if (i * W::kStep + of_group < listed) keys.fetch(stage, memory.places + i * W::kStep + self, lane);
         close_copies();
     };
     const auto fetch_first = [&](int listed) {
@@ -92,8 +96,8 @@ __device__ Share score_rows(const Search& s, int64_t row, int count, const Sight
         await_cluster();  // all have started
         if (threadIdx.x < kPreparers) {
             part.keep(memory);
-            prepare(s, row, 0, 0, kItems, part, memory);
-            part.send_heads(memory);
+            prepare(s, row, 0, 0, part.has_heads() ? kItems : 0, part, memory);
+            if (part.has_heads()) part.send_heads(memory);
         } else {
             look_up<W::kThreads - kPreparers>(s, list, memory);
         }
@@ -139,7 +143,7 @@ __device__ Share score_rows(const Search& s, int64_t row, int count, const Sight
         }
         constexpr int kLastStage = (kStages - 1) * Keys<D>::kStage;
         int stage = 0, next_stage = kLastStage;
-        for (int i = 0; i * W::kStep < listed; ++i) {
+        for (int i = 0; i * W::kStep + of_group < listed; ++i) {
             const int here = i * W::kStep + self;
             await_copies<kStages - 2>();
             const float largest = keys.measure(stage, lane);
