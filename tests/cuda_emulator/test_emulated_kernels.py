@@ -29,7 +29,7 @@ SMALL = [
     pytest.param(
         "",
         "boundary_differs and (352 or 5120) and not 1500 and (all or norm) or boundary_differs and 130 and (64 or 256) "
-        "or whole_tiles and (24 or 41 or 58) or tile_is_no_number and 24",
+        "or whole_tiles and (24 or 41 or 58) or tile_is_no_number and 58",
         id="mega_mhc",
     ),
     pytest.param(
@@ -54,7 +54,7 @@ SMALL = [
     ),
     pytest.param(
         "_index",
-        "worse_entry or few_entries and not 33 and not tens or tens_of_rows and (6 or 7) or float32 and True "
+        "worse_entry or few_entries and not 33 and not tens or tens_of_rows and ([6- or [7-) or float32 and True "
         "or restricted_search and 100 or equal_scores and not 70000 or strided or nobody_sees or no_number "
         "or exact_scores and lengths0 or scored_wrong and 9-",
         id="mqa_logits_topk",
@@ -62,7 +62,8 @@ SMALL = [
     pytest.param(
         "_attention",
         "output_differs and [3- and not sizes10 or single_key and 63 or without_keys or other_bits and [17- or half_of_a_tile "
-        "or row_of_many and 129 and not sizes1 or few_of_many and (sizes1 or widths1) or 16_bytes",
+        "or row_of_many and 129 and not sizes1 or output_differs and [133- and widths4 or few_of_many and (sizes1 or widths1) "
+        "or 16_bytes",
         id="mega_attention",
     ),
     pytest.param("_plain", "not captured and not 5120 and not batch", id="plain"),

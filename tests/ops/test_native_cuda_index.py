@@ -205,11 +205,15 @@ def test_a_cluster_chooses_others_of_few_entries(top_k: int, times: int, coarse:
         assert index[row].tolist() == [*range(min(top_k, visible)), *[-1] * (top_k - visible)]
 
 
-@pytest.mark.parametrize("rows", [6, 7, 30, 48, 50, 54, 80])
-def test_tens_of_rows_choose_others_of_few_entries(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "sizes", "top_k"),
+    [(rows, RELEASE, 100) for rows in (6, 7, 30, 48, 50, 54, 80)]
+    + [(rows, (9, dim, 3), 2048) for rows in (30, 48) for dim in (32, 64, 128)],
+)
+def test_tens_of_rows_choose_others_of_few_entries(rows: int, sizes: tuple[int, int, int], top_k: int) -> None:
     """Clusters of other sizes search, in calls one after the other, whose launches begin early."""
     lengths = [16384 if row % 7 == 4 else 1 + 997 * row % 5000 for row in range(rows)]
-    cases = [case(lengths, coarse=True, shared=True, top_k=100, seed=0)]
+    cases = [case(lengths, sizes, coarse=True, shared=True, top_k=top_k, seed=0)]
     cases.append(restricted(replace(cases[0], query=cases[0].query.roll(1, 0)), 700))
     alone = []
     for x in cases:

@@ -21,7 +21,7 @@ namespace cedar::cuda {
 namespace attention {
 
 constexpr int kParts = 2;             // blocks of a cluster
-constexpr int64_t kClusterRows = 64;  // an H200 has places for so many clusters; of more rows, a block each keeps all multiprocessors busy
+constexpr int64_t kClusterRows = 64;  // an H200 has places for so many clusters, one a row of up to 64 heads; of more, a block each keeps it busy
 constexpr int64_t kFewUnits = 16;     // a cluster of eight each has a multiprocessor for every block
 static_assert(kFewParts == kParts, "the same sums");
 

@@ -204,7 +204,8 @@ __device__ inline void await_stage(int n, Memory<D, Parts>& memory) {
     if (n >= kStages) await(&memory.empty[n % kStages], uint32_t(n / kStages - 1) & 1);
 }
 
-// Some 256 bytes, of which there are 32 or more, come to L2 with a copy of 16 that nobody reads: prefetches keep a warp for long.
+// Some 256 bytes come to L2 with a copy of the first whole 16 from p on, which nobody reads: prefetches keep a warp for long. There are 31
+// from p on, or 16 and p is a multiple of 16, as the end of a record is.
 template <int D>
 __device__ void bring(const void* p, Memory<D, 1>& memory) {
     const void* const units = reinterpret_cast<const void*>((reinterpret_cast<uintptr_t>(p) + 15) / 16 * 16);

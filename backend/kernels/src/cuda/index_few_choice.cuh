@@ -257,8 +257,7 @@ struct FewSearch {
         }
     }
 
-    // The same where the cut is among no more keys than a warp has lanes: those that differ from `least`, and above it, in the lowest bits
-    // alone.
+    // The same where the cut is among no more keys than a warp has lanes: those from `least` on, and less than 2^bits above it.
     __device__ Cut cut_inside(const Part& part, uint32_t count, uint32_t wanted, uint32_t least, int bits) const {
         const uint32_t end = 1u << bits;
         part.each([&](const uint4& four) {

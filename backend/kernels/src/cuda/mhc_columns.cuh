@@ -125,7 +125,7 @@ struct Columns {
         return first + uint64_t(row) * (width * uint32_t(sizeof(Bf16)));
     }
 
-    // A tile that has come. The stage may be overwritten when all lanes have come back.
+    // A tile that has come. That the stage may be overwritten is for the caller to say, when what all lanes ask for here has come.
     __device__ void read(Stage<(kHidden > 0)> at, const unsigned char* stage, uint32_t warp, uint4 (&streams)[kStreams], float (&pre)[kStreams],
                          Written& written) const {
         if (!inside) return;
